@@ -6,7 +6,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "proto/warmroute/index/v1/index.proto",
         "proto/warmroute/replica/v1/replica.proto",
     ];
-    PROTOS.iter().for_each(|proto| println!("cargo::rerun-if-changed={proto}"));
+    PROTOS
+        .iter()
+        .for_each(|proto| println!("cargo::rerun-if-changed={proto}"));
     let files = protox::compile(PROTOS, ["proto"])?;
     tonic_prost_build::configure().compile_fds(files)?;
     Ok(())

@@ -5,7 +5,11 @@
 //!
 //! `cargo bench --bench herd -- [--trace FILE.jsonl.gz] [--workers N] [--rate REQUESTS_PER_SECOND]`
 
-#![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a program that measures")]
+#![expect(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a program that measures"
+)]
 
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
 use std::fs::File;
@@ -77,7 +81,9 @@ fn requests(args: &Args) -> Vec<Request> {
     let mut lines: Vec<Line> = match &args.trace {
         Some(file) => {
             let lines = BufReader::new(GzDecoder::new(File::open(file).unwrap())).lines();
-            lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect()
+            lines
+                .map(|line| serde_json::from_str(&line.unwrap()).unwrap())
+                .collect()
         }
         None => made_up(),
     };
@@ -86,7 +92,9 @@ fn requests(args: &Args) -> Vec<Request> {
     let (first, last) = (lines[0].timestamp, lines.last().unwrap().timestamp);
     // The trace tells time in coarse steps, and many requests of one step; within it they are spread evenly.
     let mut steps: BTreeMap<u64, usize> = BTreeMap::new();
-    lines.iter().for_each(|line| *steps.entry(line.timestamp).or_default() += 1);
+    lines
+        .iter()
+        .for_each(|line| *steps.entry(line.timestamp).or_default() += 1);
     let span = (last - first).max(1) as f64;
     let scale = lines.len() as f64 / args.rate / span;
     let width = span / steps.len() as f64;
@@ -98,7 +106,10 @@ fn requests(args: &Args) -> Vec<Request> {
             let within = width * *nth as f64 / steps[&line.timestamp] as f64;
             *nth += 1;
             let blocks = (line.input_length / BLOCK).min(line.hash_ids.len());
-            let locals = line.hash_ids[..blocks].iter().map(|id| LocalHash(mix(*id + 1))).collect();
+            let locals = line.hash_ids[..blocks]
+                .iter()
+                .map(|id| LocalHash(mix(*id + 1)))
+                .collect();
             let tokens = line.input_length.max(1);
             let size = BlockSize::new(BLOCK as u32).unwrap();
             let prompt = BlockHashes::chain(tokens, size, locals);
@@ -179,7 +190,10 @@ impl PartialOrd for Due {
 
 impl Ord for Due {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        other.at.total_cmp(&self.at).then(other.number.cmp(&self.number))
+        other
+            .at
+            .total_cmp(&self.at)
+            .then(other.number.cmp(&self.number))
     }
 }
 
@@ -222,11 +236,19 @@ struct Sums {
 fn replica(index: &Arc<PrefixIndex>, workers: u64, clock: &Arc<Mutex<f64>>, seed: u64) -> Replica {
     let (start, now) = (Instant::now(), clock.clone());
     let load = LoadTracker::new(move || start + Duration::from_secs_f64(*now.lock()));
-    let settings = RouterSettings { scores: true, ..RouterSettings::default() };
+    let settings = RouterSettings {
+        scores: true,
+        ..RouterSettings::default()
+    };
     let router = Router::new(index.clone(), load.clone(), settings, seed);
     let size = BlockSize::new(BLOCK as u32).unwrap();
     let worker = |id: u64| {
-        Worker::new(WorkerId(id), Endpoint(([10, 0, (id >> 8) as u8, id as u8], 8000).into()), "m".into(), size)
+        Worker::new(
+            WorkerId(id),
+            Endpoint(([10, 0, (id >> 8) as u8, id as u8], 8000).into()),
+            "m".into(),
+            size,
+        )
     };
     let change = Fleet::empty().reconcile((0..workers).map(worker).collect());
     for member in &change.added {
@@ -237,7 +259,11 @@ fn replica(index: &Arc<PrefixIndex>, workers: u64, clock: &Arc<Mutex<f64>>, seed
     let news = Arc::<Mutex<Vec<News>>>::default();
     let heard = news.clone();
     load.on_news(move |news| heard.lock().push(news));
-    Replica { router, news, others: HashMap::new() }
+    Replica {
+        router,
+        news,
+        others: HashMap::new(),
+    }
 }
 
 impl Replica {
@@ -255,11 +281,24 @@ impl Replica {
 }
 
 impl<'t> World<'t> {
-    fn new(requests: &'t [Request], args: &Args, replicas: usize, words: Words, prefill_rate: f64) -> Self {
+    fn new(
+        requests: &'t [Request],
+        args: &Args,
+        replicas: usize,
+        words: Words,
+        prefill_rate: f64,
+    ) -> Self {
         let (index, clock) = (PrefixIndex::new(), Arc::new(Mutex::new(0.0)));
-        let all = (0..replicas).map(|at| replica(&index, args.workers, &clock, at as u64 + 1)).collect();
+        let all = (0..replicas)
+            .map(|at| replica(&index, args.workers, &clock, at as u64 + 1))
+            .collect();
         let oracle = replica(&index, args.workers, &clock, 99);
-        let writers = oracle.router.fleet().members().map(|member| index.join(member.slot)).collect();
+        let writers = oracle
+            .router
+            .fleet()
+            .members()
+            .map(|member| index.join(member.slot))
+            .collect();
         let workers = args.workers as usize;
         let mut world = Self {
             requests,
@@ -283,7 +322,11 @@ impl<'t> World<'t> {
 
     fn plan(&mut self, at: f64, event: Event) {
         self.numbers += 1;
-        self.due.push(Due { at, number: self.numbers, event });
+        self.due.push(Due {
+            at,
+            number: self.numbers,
+            event,
+        });
     }
 
     fn run(mut self) -> Sums {
@@ -293,7 +336,10 @@ impl<'t> World<'t> {
                 Event::Arrival(request) => self.arrive(request, now),
                 Event::Hear { at, from, news } => {
                     if let News::Booked { bookings, .. } = &news {
-                        *self.unheard.entry((at, bookings[0].rank.worker.0 as usize)).or_default() -= 1;
+                        *self
+                            .unheard
+                            .entry((at, bookings[0].rank.worker.0 as usize))
+                            .or_default() -= 1;
                     }
                     self.replicas[at].hear(from, news);
                 }
@@ -317,30 +363,60 @@ impl<'t> World<'t> {
     fn arrive(&mut self, number: usize, now: f64) {
         let request = &self.requests[number];
         let at = number % self.replicas.len();
-        let asked = || RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![request.prompt.clone()]));
+        let asked = || {
+            RouteRequest::new(
+                Some("m".into()),
+                Prompt::Hashed(vec![request.prompt.clone()]),
+            )
+        };
         let truth = self.oracle.router.ask(asked()).unwrap();
         self.reckon(at);
         let booked = self.replicas[at].router.route(asked()).unwrap();
         let worker = booked.route.to.rank.worker.0 as usize;
-        let cost = truth.scores.iter().find(|(endpoint, _)| *endpoint == booked.route.to.endpoint).unwrap().1;
-        let least = truth.scores.iter().map(|(_, cost)| *cost).fold(f64::INFINITY, f64::min);
+        let cost = truth
+            .scores
+            .iter()
+            .find(|(endpoint, _)| *endpoint == booked.route.to.endpoint)
+            .unwrap()
+            .1;
+        let least = truth
+            .scores
+            .iter()
+            .map(|(_, cost)| *cost)
+            .fold(f64::INFINITY, f64::min);
         let sums = &mut self.result;
         sums.choices += 1;
         sums.regret += cost - least;
         if cost > least + 1e-9 {
             sums.stale += 1;
-            sums.duplicates += u64::from(self.unheard.get(&(at, worker)).is_some_and(|count| *count > 0));
+            sums.duplicates += u64::from(
+                self.unheard
+                    .get(&(at, worker))
+                    .is_some_and(|count| *count > 0),
+            );
         }
-        let loads: Vec<f64> =
-            self.oracle.router.load().snapshot().iter().map(|load| load.active_prefill_tokens as f64).collect();
+        let loads: Vec<f64> = self
+            .oracle
+            .router
+            .load()
+            .snapshot()
+            .iter()
+            .map(|load| load.active_prefill_tokens as f64)
+            .collect();
         let mean = loads.iter().sum::<f64>() / loads.len() as f64;
         if mean > 0.0 {
-            let variance = loads.iter().map(|load| (load - mean).powi(2)).sum::<f64>() / loads.len() as f64;
+            let variance =
+                loads.iter().map(|load| (load - mean).powi(2)).sum::<f64>() / loads.len() as f64;
             sums.spread += variance.sqrt() / mean;
             sums.spreads += 1;
         }
         let known = &self.cached[worker];
-        let hits = request.prompt.sequences().iter().take_while(|hash| known.contains(&hash.0)).count();
+        let hits = request
+            .prompt
+            .sequences()
+            .iter()
+            .take_while(|hash| known.contains(&hash.0))
+            .count();
         let uncached = request.tokens - hits * BLOCK;
         sums.cached += (hits * BLOCK) as u64;
         sums.computed += uncached as u64;
@@ -356,7 +432,9 @@ impl<'t> World<'t> {
 
     /// What is under way to a replica, from what there has been so far.
     fn reckon(&self, at: usize) {
-        let (Words::Expected(delay), sums) = (self.words, &self.result) else { return };
+        let (Words::Expected(delay), sums) = (self.words, &self.result) else {
+            return;
+        };
         let others = (self.replicas.len() - 1) as f64 / self.replicas.len() as f64;
         let rate = self.requests.len() as f64 / self.requests.last().map_or(1.0, |last| last.at);
         let each = |sum: u64| sum / sums.choices.max(1);
@@ -366,15 +444,26 @@ impl<'t> World<'t> {
             blocks: each(sums.computed + sums.cached) / BLOCK as u64,
             ranks: self.cached.len(),
         };
-        self.replicas[at].router.expect_unheard(HashMap::from([(("m".into(), Until::End), unheard)]));
+        self.replicas[at]
+            .router
+            .expect_unheard(HashMap::from([(("m".into(), Until::End), unheard)]));
     }
 
     /// Everybody reads the engines' events, at the same time.
     fn store(&mut self, number: usize, worker: usize) {
         let prompt = &self.requests[number].prompt;
         let blocks = prompt.locals().iter().zip(prompt.sequences());
-        let blocks = blocks.map(|(&local, hash)| StoredBlock { engine: EngineHash(hash.0), local }).collect();
-        self.writers[worker].apply(&KvEvent::Stored { parent: None, blocks, tier: Tier::Device });
+        let blocks = blocks
+            .map(|(&local, hash)| StoredBlock {
+                engine: EngineHash(hash.0),
+                local,
+            })
+            .collect();
+        self.writers[worker].apply(&KvEvent::Stored {
+            parent: None,
+            blocks,
+            tier: Tier::Device,
+        });
         self.cached[worker].extend(prompt.sequences().iter().map(|hash| hash.0));
     }
 
@@ -385,10 +474,20 @@ impl<'t> World<'t> {
             let others: Vec<usize> = (0..self.replicas.len()).filter(|at| *at != from).collect();
             for at in others {
                 if let News::Booked { bookings, .. } = &news {
-                    *self.unheard.entry((at, bookings[0].rank.worker.0 as usize)).or_default() += 1;
+                    *self
+                        .unheard
+                        .entry((at, bookings[0].rank.worker.0 as usize))
+                        .or_default() += 1;
                 }
                 if let Words::After(delay) | Words::Expected(delay) = self.words {
-                    self.plan(now + delay, Event::Hear { at, from, news: news.clone() });
+                    self.plan(
+                        now + delay,
+                        Event::Hear {
+                            at,
+                            from,
+                            news: news.clone(),
+                        },
+                    );
                 }
             }
         }
@@ -441,11 +540,19 @@ fn main() {
     );
     println!("|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
     let after = [0.0, 0.002, 0.005, 0.02, 0.1];
-    let words = after.into_iter().flat_map(|after| [Words::After(after), Words::Expected(after)]);
+    let words = after
+        .into_iter()
+        .flat_map(|after| [Words::After(after), Words::Expected(after)]);
     let words: Vec<Words> = words.skip(1).chain([Words::Never]).collect();
     let mut cases = vec![(1, Words::Never)];
-    cases.extend([2, 3, 8].into_iter().flat_map(|replicas| words.iter().map(move |words| (replicas, *words))));
+    cases.extend(
+        [2, 3, 8]
+            .into_iter()
+            .flat_map(|replicas| words.iter().map(move |words| (replicas, *words))),
+    );
     for (replicas, words) in cases {
-        World::new(&requests, &args, replicas, words, prefill_rate).run().row(replicas, words);
+        World::new(&requests, &args, replicas, words, prefill_rate)
+            .run()
+            .row(replicas, words);
     }
 }

@@ -10,7 +10,11 @@ mod bed;
 mod chats;
 #[path = "limits/decision.rs"]
 mod decision;
-#[expect(dead_code, unreachable_pub, reason = "shared by all benches, none of which needs all of it")]
+#[expect(
+    dead_code,
+    unreachable_pub,
+    reason = "shared by all benches, none of which needs all of it"
+)]
 #[path = "support/duel.rs"]
 mod duel;
 #[path = "limits/growth.rs"]
@@ -63,7 +67,12 @@ impl Run {
     }
 
     /// Measures both sides in turns.
-    fn duel(&mut self, row: (&str, &str, Option<f64>), peer: impl FnMut() -> f64, ours: impl FnMut() -> f64) {
+    fn duel(
+        &mut self,
+        row: (&str, &str, Option<f64>),
+        peer: impl FnMut() -> f64,
+        ours: impl FnMut() -> f64,
+    ) {
         if self.wants(row.0) {
             self.table.duel(row, self.rounds, peer, ours);
         }
@@ -78,11 +87,21 @@ impl Run {
 }
 
 fn main() -> anyhow::Result<()> {
-    let Options { json, only, growth, rounds, bench: _ } = Options::parse();
+    let Options {
+        json,
+        only,
+        growth,
+        rounds,
+        bench: _,
+    } = Options::parse();
     if let Some(path) = growth {
         return growth::measure(rounds.max(1), &path);
     }
-    let mut run = Run { only, rounds: rounds.max(1), table: Table::default() };
+    let mut run = Run {
+        only,
+        rounds: rounds.max(1),
+        table: Table::default(),
+    };
     tokens::measure(&mut run);
     template::measure(&mut run);
     decision::measure(&mut run);

@@ -28,7 +28,9 @@ fn main() {
 }
 
 fn tokens(count: u32) -> Vec<u32> {
-    (0..count).map(|at| at.wrapping_mul(2_654_435_761) % 150_000).collect()
+    (0..count)
+        .map(|at| at.wrapping_mul(2_654_435_761) % 150_000)
+        .collect()
 }
 
 fn hashes() -> BlockHashes {
@@ -39,11 +41,19 @@ fn hashes() -> BlockHashes {
 fn warm(ranks: u32) -> (std::sync::Arc<PrefixIndex>, Vec<RankWriter>) {
     let (index, prompt) = (PrefixIndex::new(), hashes());
     let blocks = prompt.locals().iter().zip(prompt.sequences());
-    let blocks: Vec<_> =
-        blocks.map(|(&local, sequence)| StoredBlock { engine: EngineHash(sequence.0), local }).collect();
+    let blocks: Vec<_> = blocks
+        .map(|(&local, sequence)| StoredBlock {
+            engine: EngineHash(sequence.0),
+            local,
+        })
+        .collect();
     let join = |slot| {
         let mut writer = index.join(Slot(slot));
-        writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.clone(), tier: Tier::Device });
+        writer.apply(&KvEvent::Stored {
+            parent: None,
+            blocks: blocks.clone(),
+            tier: Tier::Device,
+        });
         writer
     };
     let writers = (0..ranks).map(join).collect();
@@ -60,8 +70,13 @@ fn hash_32k_tokens(bencher: Bencher<'_, '_>) {
 
 #[divan::bench]
 fn limit_bare_xxh3_of_32k_tokens(bencher: Bencher<'_, '_>) {
-    let bytes: Vec<u8> = tokens(32_768).into_iter().flat_map(u32::to_le_bytes).collect();
-    bencher.counter(BytesCount::of_slice(&bytes)).bench(|| xxh3_64_with_seed(black_box(&bytes), 1337));
+    let bytes: Vec<u8> = tokens(32_768)
+        .into_iter()
+        .flat_map(u32::to_le_bytes)
+        .collect();
+    bencher
+        .counter(BytesCount::of_slice(&bytes))
+        .bench(|| xxh3_64_with_seed(black_box(&bytes), 1337));
 }
 
 #[divan::bench]
@@ -94,15 +109,24 @@ fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
     let router = Router::new(index, load, RouterSettings::default(), 7);
     router.publish(fleet.fleet.into());
     let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes()]));
-    let found = router.route(request.clone()).is_ok_and(|booked| booked.route.predicted_cached_tokens > 0);
+    let found = router
+        .route(request.clone())
+        .is_ok_and(|booked| booked.route.predicted_cached_tokens > 0);
     assert!(found, "the prompt is found");
-    bencher.with_inputs(|| request.clone()).bench_values(|request| router.route(black_box(request)).map(drop));
+    bencher
+        .with_inputs(|| request.clone())
+        .bench_values(|request| router.route(black_box(request)).map(drop));
 }
 
 #[divan::bench(args = [8, 64, 512])]
 fn limit_flat_scan(bencher: Bencher<'_, '_>, ranks: usize) {
     let costs: Vec<f64> = (0..ranks).map(|at| at as f64).rev().collect();
-    bencher.bench(|| black_box(&costs).iter().copied().fold(f64::INFINITY, f64::min));
+    bencher.bench(|| {
+        black_box(&costs)
+            .iter()
+            .copied()
+            .fold(f64::INFINITY, f64::min)
+    });
 }
 
 /// How many ranks hold the prompt, whatever their number.
@@ -112,16 +136,27 @@ const QUESTIONS: [(u32, u32); 4] = [(1024, 64), (32_768, 64), (1024, 4096), (32_
 
 /// A router whose index holds the prompt on some ranks.
 fn keeper((tokens_of, ranks): (u32, u32)) -> (Router, Vec<RankWriter>, BlockHashes) {
-    let (index, load) = (PrefixIndex::new(), LoadTracker::new(std::time::Instant::now));
+    let (index, load) = (
+        PrefixIndex::new(),
+        LoadTracker::new(std::time::Instant::now),
+    );
     let prompt = BlockHashes::of(&tokens(tokens_of), BLOCK, &Salt::default());
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     let blocks = prompt.locals().iter().zip(prompt.sequences());
-    let blocks: Vec<_> =
-        blocks.map(|(&local, sequence)| StoredBlock { engine: EngineHash(sequence.0), local }).collect();
+    let blocks: Vec<_> = blocks
+        .map(|(&local, sequence)| StoredBlock {
+            engine: EngineHash(sequence.0),
+            local,
+        })
+        .collect();
     let join = |slot: u32| {
         let mut writer = index.join(Slot(slot));
         if slot.is_multiple_of(ranks / HOLD_IT) {
-            writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.clone(), tier: Tier::Device });
+            writer.apply(&KvEvent::Stored {
+                parent: None,
+                blocks: blocks.clone(),
+                tier: Tier::Device,
+            });
         }
         writer
     };
@@ -143,32 +178,56 @@ fn overlaps_of_own_index(bencher: Bencher<'_, '_>, question: (u32, u32)) {
 #[divan::bench(args = QUESTIONS)]
 fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, question: (u32, u32)) {
     let (router, _writers, prompt) = keeper(question);
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build();
     let runtime = runtime.expect("a runtime");
     let asker = runtime.block_on(async {
         let parts = Parts {
             router: Arc::new(router),
-            find: Box::new(|_| Some(ServedModel { name: "m".into(), block_size: BLOCK, hashing: 1 })),
+            find: Box::new(|_| {
+                Some(ServedModel {
+                    name: "m".into(),
+                    block_size: BLOCK,
+                    hashing: 1,
+                })
+            }),
             readiness: Readiness::default(),
             metrics: Arc::new(Metrics::new()),
             most_blocks: 1 << 17,
         };
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port");
         let url = format!("http://{}", listener.local_addr().expect("an address"));
-        let incoming = tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
-        let server = tonic::transport::Server::builder().add_service(ServedIndex::new(parts).server());
+        let incoming =
+            tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
+        let server =
+            tonic::transport::Server::builder().add_service(ServedIndex::new(parts).server());
         tokio::spawn(server.serve_with_incoming(incoming));
-        let settings = RemoteIndexConfig { deadline: Period(Duration::from_secs(5)), ..RemoteIndexConfig::of([url]) };
+        let settings = RemoteIndexConfig {
+            deadline: Period(Duration::from_secs(5)),
+            ..RemoteIndexConfig::of([url])
+        };
         Asker::new(&settings, Arc::new(Metrics::new())).expect("an address")
     });
     let (model, prompts) = (ModelName::from("m"), [prompt]);
     let ask = || {
-        let question = Question { model: Some(&model), hashing: 1, prompts: black_box(&prompts) };
+        let question = Question {
+            model: Some(&model),
+            hashing: 1,
+            prompts: black_box(&prompts),
+        };
         match runtime.block_on(asker.ask(question)) {
             Remote::Told(answer) => answer,
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(ask().prompts[0].len(), HOLD_IT as usize, "the prompt is found");
+    assert_eq!(
+        ask().prompts[0].len(),
+        HOLD_IT as usize,
+        "the prompt is found"
+    );
     bencher.bench_local(ask);
 }

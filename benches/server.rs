@@ -7,7 +7,11 @@
     unreachable_pub,
     reason = "what it shares with the load program is more than it needs"
 )]
-#![allow(clippy::print_stderr, clippy::print_stdout, reason = "a bench prints as it goes")]
+#![allow(
+    clippy::print_stderr,
+    clippy::print_stdout,
+    reason = "a bench prints as it goes"
+)]
 
 #[path = "../examples/load/answers.rs"]
 mod answers;
@@ -87,37 +91,97 @@ fn main() -> ExitCode {
 }
 
 async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
-    let dir = tempfile::Builder::new().prefix("warmroute-server-").tempdir()?;
+    let dir = tempfile::Builder::new()
+        .prefix("warmroute-server-")
+        .tempdir()?;
     // As it is shipped, with its own allocator.
     let shipped = || vec![env!("CARGO_BIN_EXE_warmroute").into()];
-    let ours = if cli.warmroute.is_empty() { shipped() } else { cli.warmroute.clone() };
-    let setting = Setting { workers: 8, watch: false, threads: 1, ours: ours.clone() };
+    let ours = if cli.warmroute.is_empty() {
+        shipped()
+    } else {
+        cli.warmroute.clone()
+    };
+    let setting = Setting {
+        workers: 8,
+        watch: false,
+        threads: 1,
+        ours: ours.clone(),
+    };
     let (rounds, turn) = (cli.rounds, Duration::from_secs(2));
-    let extent = Extent { rounds, turn, requests: 2_000, short: false, threads: 1, seed: 7, by_load: false, ours };
+    let extent = Extent {
+        rounds,
+        turn,
+        requests: 2_000,
+        short: false,
+        threads: 1,
+        seed: 7,
+        by_load: false,
+        ours,
+    };
     let mut table = Table::default();
-    if cli.filter.as_ref().is_none_or(|filter| filter.contains("HTTP/2")) {
+    if cli
+        .filter
+        .as_ref()
+        .is_none_or(|filter| filter.contains("HTTP/2"))
+    {
         http2_filter::measure(&mut table, rounds);
     }
 
     let bed = Bed::start(&setting, &dir.path().join("requests")).await?;
-    for (name, bytes, goal) in
-        [("1 KB", 1_000, Some(REQUEST)), ("32 KB", 32_000, Some(REQUEST)), ("220 KB", CHAT, None)]
-    {
-        let case = |prompt, warm| Case::of(format!("server CPU per request, {name}, {prompt}"), (bytes, warm), 16);
-        let alone = Case { model: UNKNOWN, ..case("by load", false) };
-        for (case, goal) in [(alone, goal), (case("warm prompt", true), goal), (case("new prompt", false), None)] {
+    for (name, bytes, goal) in [
+        ("1 KB", 1_000, Some(REQUEST)),
+        ("32 KB", 32_000, Some(REQUEST)),
+        ("220 KB", CHAT, None),
+    ] {
+        let case = |prompt, warm| {
+            Case::of(
+                format!("server CPU per request, {name}, {prompt}"),
+                (bytes, warm),
+                16,
+            )
+        };
+        let alone = Case {
+            model: UNKNOWN,
+            ..case("by load", false)
+        };
+        for (case, goal) in [
+            (alone, goal),
+            (case("warm prompt", true), goal),
+            (case("new prompt", false), None),
+        ] {
             if wanted(cli, &case) {
-                enter(&mut table, (&bed, &extent), case, goal, |sample| sample.cpu_server).await?;
+                enter(&mut table, (&bed, &extent), case, goal, |sample| {
+                    sample.cpu_server
+                })
+                .await?;
             }
         }
     }
     drop(bed);
 
-    let bed = Bed::start(&Setting { watch: true, ..setting }, &dir.path().join("pieces")).await?;
-    let case = Case::of("server CPU per piece of a streamed answer".into(), (1_000, false), 16);
-    let case = Case { model: UNKNOWN, chunks: PIECES, ..case };
+    let bed = Bed::start(
+        &Setting {
+            watch: true,
+            ..setting
+        },
+        &dir.path().join("pieces"),
+    )
+    .await?;
+    let case = Case::of(
+        "server CPU per piece of a streamed answer".into(),
+        (1_000, false),
+        16,
+    );
+    let case = Case {
+        model: UNKNOWN,
+        chunks: PIECES,
+        ..case
+    };
     if wanted(cli, &case) {
-        enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| sample.cpu_server / sample.messages).await?;
+        enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| {
+            sample.cpu_server / sample.messages
+        })
+        .await?;
     }
     drop(bed);
 
@@ -129,7 +193,9 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
 }
 
 fn wanted(cli: &Cli, case: &Case) -> bool {
-    cli.filter.as_ref().is_none_or(|filter| case.name.contains(filter.as_str()))
+    cli.filter
+        .as_ref()
+        .is_none_or(|filter| case.name.contains(filter.as_str()))
 }
 
 async fn enter(
@@ -142,6 +208,10 @@ async fn enter(
     let name = case.name.clone();
     let measured = sweeps::measure(bed, case, extent).await?;
     let rounds = |side| measured.of(side).iter().map(of).collect::<Vec<_>>();
-    table.enter((&name, "µs", goal), &rounds(Side::Bare), &rounds(Side::Ours));
+    table.enter(
+        (&name, "µs", goal),
+        &rounds(Side::Bare),
+        &rounds(Side::Ours),
+    );
     Ok(())
 }

@@ -22,7 +22,11 @@ fn main() {
 
 /// A chat of so many messages.
 fn chat(messages: usize) -> Request {
-    openai::parse(Api::ChatCompletions, &body(&chats::messages(0, messages, MESSAGE))).expect("a chat")
+    openai::parse(
+        Api::ChatCompletions,
+        &body(&chats::messages(0, messages, MESSAGE)),
+    )
+    .expect("a chat")
 }
 
 fn rendered<'r>(encoder: &Encoder, request: &'r Request) -> Rendered<'r> {
@@ -38,14 +42,18 @@ fn limit_tokenizers_library_whole_chat(bencher: Bencher<'_, '_>) {
     let (encoder, request) = (encoder(0), chat(MESSAGES));
     let rendered = rendered(&encoder, &request);
     let tokenizer = library();
-    bencher.counter(bytes(&rendered)).bench(|| tokenizer.encode_fast(black_box(&*rendered.texts()[0]), false));
+    bencher
+        .counter(bytes(&rendered))
+        .bench(|| tokenizer.encode_fast(black_box(&*rendered.texts()[0]), false));
 }
 
 #[divan::bench(sample_count = 20)]
 fn whole_chat_without_cache(bencher: Bencher<'_, '_>) {
     let (encoder, request) = (encoder(0), chat(MESSAGES));
     let rendered = rendered(&encoder, &request);
-    bencher.counter(bytes(&rendered)).bench(|| encoder.tokenize_resuming(black_box(&rendered), None));
+    bencher
+        .counter(bytes(&rendered))
+        .bench(|| encoder.tokenize_resuming(black_box(&rendered), None));
 }
 
 #[divan::bench(sample_count = 20)]
@@ -61,7 +69,9 @@ fn whole_chat_never_seen(bencher: Bencher<'_, '_>) {
     bencher
         .counter(bytes(&rendered))
         .with_inputs(tenant)
-        .bench_local_values(|tenant| encoder.tokenize_resuming(black_box(&rendered), Some(&tenant)));
+        .bench_local_values(|tenant| {
+            encoder.tokenize_resuming(black_box(&rendered), Some(&tenant))
+        });
 }
 
 #[divan::bench(sample_count = 200)]
@@ -73,32 +83,44 @@ fn next_turn_of_the_chat(bencher: Bencher<'_, '_>) {
     let tenant = || {
         number += 1;
         let tenant = number.to_string();
-        encoder.tokenize_resuming(&before, Some(&tenant)).expect("its tokens");
+        encoder
+            .tokenize_resuming(&before, Some(&tenant))
+            .expect("its tokens");
         tenant
     };
     bencher
         .counter(bytes(&rendered))
         .with_inputs(tenant)
-        .bench_local_values(|tenant| encoder.tokenize_resuming(black_box(&rendered), Some(&tenant)));
+        .bench_local_values(|tenant| {
+            encoder.tokenize_resuming(black_box(&rendered), Some(&tenant))
+        });
 }
 
 #[divan::bench(sample_count = 200)]
 fn the_same_chat_again(bencher: Bencher<'_, '_>) {
     let (encoder, request) = (encoder(1 << 30), chat(MESSAGES));
     let rendered = rendered(&encoder, &request);
-    bencher.counter(bytes(&rendered)).bench(|| encoder.tokenize_resuming(black_box(&rendered), None));
+    bencher
+        .counter(bytes(&rendered))
+        .bench(|| encoder.tokenize_resuming(black_box(&rendered), None));
 }
 
 #[divan::bench]
 fn blocks_of_the_chat_resumed(bencher: Bencher<'_, '_>) {
     let (encoder, request) = (encoder(1 << 30), chat(MESSAGES));
-    let tokens = encoder.tokenize_resuming(&rendered(&encoder, &request), None).expect("its tokens").remove(0);
+    let tokens = encoder
+        .tokenize_resuming(&rendered(&encoder, &request), None)
+        .expect("its tokens")
+        .remove(0);
     bencher.bench(|| black_box(&tokens).hashes(&Salt::default(), BLOCK, Windows::Plain));
 }
 
 #[divan::bench]
 fn blocks_of_the_chat_from_the_beginning(bencher: Bencher<'_, '_>) {
     let (encoder, request) = (encoder(0), chat(MESSAGES));
-    let tokens = encoder.tokenize(&rendered(&encoder, &request)).expect("its tokens").remove(0);
+    let tokens = encoder
+        .tokenize(&rendered(&encoder, &request))
+        .expect("its tokens")
+        .remove(0);
     bencher.bench(|| BlockHashes::of(black_box(&tokens), BLOCK, &Salt::default()));
 }

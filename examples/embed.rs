@@ -24,20 +24,48 @@ fn main() -> anyhow::Result<()> {
     let (index, load) = (PrefixIndex::new(), LoadTracker::new(Instant::now));
     let router = Router::new(index.clone(), load.clone(), RouterSettings::default(), 1);
     let change = Fleet::empty().reconcile((1..=4).map(worker).collect());
-    change.added.iter().for_each(|member| load.open(member.slot, member.rank));
+    change
+        .added
+        .iter()
+        .for_each(|member| load.open(member.slot, member.rank));
     router.publish(Arc::new(change.fleet));
 
     // Worker 3 says that it has cached the first six blocks of the prompt.
-    let hashes = BlockHashes::of(&(0..130).collect::<Vec<u32>>(), block_size, &Salt::default());
-    let warm = change.added.iter().find(|member| member.rank.worker == WorkerId(3)).context("it was added")?;
+    let hashes = BlockHashes::of(
+        &(0..130).collect::<Vec<u32>>(),
+        block_size,
+        &Salt::default(),
+    );
+    let warm = change
+        .added
+        .iter()
+        .find(|member| member.rank.worker == WorkerId(3))
+        .context("it was added")?;
     let mut writer = index.join(warm.slot);
-    let blocks =
-        hashes.locals().iter().zip(100..).map(|(&local, name)| StoredBlock { engine: EngineHash(name), local });
-    writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.take(6).collect(), tier: Tier::Device });
+    let blocks = hashes
+        .locals()
+        .iter()
+        .zip(100..)
+        .map(|(&local, name)| StoredBlock {
+            engine: EngineHash(name),
+            local,
+        });
+    writer.apply(&KvEvent::Stored {
+        parent: None,
+        blocks: blocks.take(6).collect(),
+        tier: Tier::Device,
+    });
     router.set_trust(warm.rank, Standing::EXACT);
 
-    let mut booked = router.route(RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes])))?;
-    let loaded = || load.snapshot().into_iter().find(|load| load.rank == warm.rank);
+    let mut booked = router.route(RouteRequest::new(
+        Some("m".into()),
+        Prompt::Hashed(vec![hashes]),
+    ))?;
+    let loaded = || {
+        load.snapshot()
+            .into_iter()
+            .find(|load| load.rank == warm.rank)
+    };
     println!("routed: {}", booked.route.short());
     println!("booked: {:?}", loaded());
     booked.reservation.first_token();

@@ -100,7 +100,10 @@ fn main() -> ExitCode {
 const AS_ENGINE: &str = "as-engine";
 const AS_WARMROUTE: &str = "as-warmroute";
 
-#[expect(clippy::print_stderr, reason = "a program tells on standard error why it failed")]
+#[expect(
+    clippy::print_stderr,
+    reason = "a program tells on standard error why it failed"
+)]
 fn end(result: anyhow::Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| {
         eprintln!("quickstart: {error:#}");
@@ -141,7 +144,9 @@ fn quickstart(cli: &Cli) -> anyhow::Result<ExitCode> {
 
 /// Whether nobody reads standard output any longer, as after `| head -1`: not worth a message.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+    error
+        .downcast_ref::<io::Error>()
+        .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
 async fn run(cli: &Cli) -> anyhow::Result<()> {
@@ -151,9 +156,13 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     let envoy_version = envoy::version(&binary)?;
     let dir = tempfile::Builder::new().prefix("warmroute-").tempdir()?;
     let own = std::env::current_exe()?.into_os_string();
-    let programs = Programs { warmroute: vec![own.clone(), AS_WARMROUTE.into()], engine: vec![own, AS_ENGINE.into()] };
+    let programs = Programs {
+        warmroute: vec![own.clone(), AS_WARMROUTE.into()],
+        engine: vec![own, AS_ENGINE.into()],
+    };
     if let Some(by) = cli.disaggregated {
-        let compared = disaggregated::compare(by, cli, (&programs, envoy_version), dir.path(), &bar).await;
+        let compared =
+            disaggregated::compare(by, cli, (&programs, envoy_version), dir.path(), &bar).await;
         let (compared, stack) = match compared {
             Ok(compared) => compared,
             Err(error) => anyhow::bail!("{error:#}\nThe logs are in {}", dir.keep().display()),
@@ -172,14 +181,22 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     let report = Report {
         envoy_version,
         requests: routed.len(),
-        errors: round_robin.iter().chain(&routed).filter(|sample| sample.error.is_some()).count(),
+        errors: round_robin
+            .iter()
+            .chain(&routed)
+            .filter(|sample| sample.error.is_some())
+            .count(),
         round_robin: replay::figures(&round_robin),
         warmroute: replay::figures(&routed),
         prediction: replay::prediction(&routed),
         audit,
     };
     show(cli, &report)?;
-    if let Some(error) = round_robin.iter().chain(&routed).find_map(|sample| sample.error.as_ref()) {
+    if let Some(error) = round_robin
+        .iter()
+        .chain(&routed)
+        .find_map(|sample| sample.error.as_ref())
+    {
         anyhow::bail!("{} requests failed, the first with: {error}", report.errors);
     }
     stay(cli, &stack).await
@@ -230,7 +247,11 @@ async fn audit(stack: &Stack, answers: u64) -> anyhow::Result<Totals> {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
     loop {
         let totals: Totals = serde_json::from_value(stack.debug("audit").await?)?;
-        let heard: u64 = totals.models.values().map(|sums| sums.answers + sums.no_usage + sums.no_details).sum();
+        let heard: u64 = totals
+            .models
+            .values()
+            .map(|sums| sums.answers + sums.no_usage + sums.no_details)
+            .sum();
         // A request that failed has no answer, and is told as an error.
         if totals.waiting == 0 && heard >= answers || tokio::time::Instant::now() > deadline {
             return Ok(totals);
@@ -254,11 +275,25 @@ fn shape(cli: &Cli) -> Shape {
     }
 }
 
-async fn replay(stack: &Stack, workload: &Workload, bar: &Progress, name: &'static str) -> Vec<Sample> {
-    let requests: usize = workload.sessions.iter().map(|session| session.turns.len()).sum();
+async fn replay(
+    stack: &Stack,
+    workload: &Workload,
+    bar: &Progress,
+    name: &'static str,
+) -> Vec<Sample> {
+    let requests: usize = workload
+        .sessions
+        .iter()
+        .map(|session| session.turns.len())
+        .sum();
     let bar = bar.of(name, requests);
     let step = bar.clone();
-    let samples = replay::run(stack.url("/v1/chat/completions"), workload.clone(), move |_| step.inc(1)).await;
+    let samples = replay::run(
+        stack.url("/v1/chat/completions"),
+        workload.clone(),
+        move |_| step.inc(1),
+    )
+    .await;
     bar.finish_and_clear();
     samples
 }
@@ -269,31 +304,72 @@ fn show(cli: &Cli, report: &Report) -> io::Result<()> {
     if cli.json {
         return writeln!(out, "{}", serde_json::to_string(report)?);
     }
-    let Report { round_robin, warmroute, prediction, audit, .. } = report;
+    let Report {
+        round_robin,
+        warmroute,
+        prediction,
+        audit,
+        ..
+    } = report;
     let percent = |figures: &Figures| format!("{:.1} %", figures.hit_rate * 100.0);
     let balance = |figures: &Figures| {
-        let counts: Vec<String> = figures.requests_per_worker.values().map(ToString::to_string).collect();
+        let counts: Vec<String> = figures
+            .requests_per_worker
+            .values()
+            .map(ToString::to_string)
+            .collect();
         counts.join("/")
     };
     let mut rows = vec![
         ["".into(), "round robin".into(), "warmroute".into()],
-        ["prefix hit rate".into(), percent(round_robin), percent(warmroute)],
+        [
+            "prefix hit rate".into(),
+            percent(round_robin),
+            percent(warmroute),
+        ],
     ];
     for (name, at) in [
-        ("time to first token p50", (|figures| figures.ttft_ms.p50) as fn(&Figures) -> f64),
+        (
+            "time to first token p50",
+            (|figures| figures.ttft_ms.p50) as fn(&Figures) -> f64,
+        ),
         ("                    p95", |figures| figures.ttft_ms.p95),
         ("                    p99", |figures| figures.ttft_ms.p99),
     ] {
-        rows.push([name.to_owned(), format!("{:.0} ms", at(round_robin)), format!("{:.0} ms", at(warmroute))]);
+        rows.push([
+            name.to_owned(),
+            format!("{:.0} ms", at(round_robin)),
+            format!("{:.0} ms", at(warmroute)),
+        ]);
     }
-    rows.push(["requests per worker".into(), balance(round_robin), balance(warmroute)]);
-    writeln!(out, "Envoy {}, {} requests each, {} errors\n", report.envoy_version, report.requests, report.errors)?;
+    rows.push([
+        "requests per worker".into(),
+        balance(round_robin),
+        balance(warmroute),
+    ]);
+    writeln!(
+        out,
+        "Envoy {}, {} requests each, {} errors\n",
+        report.envoy_version, report.requests, report.errors
+    )?;
     for [name, left, right] in rows {
         writeln!(out, "{name:<28}{left:>16}{right:>16}")?;
     }
-    let Prediction { requests, exact, mean_abs_error_tokens, .. } = prediction;
-    let share = if *requests == 0 { 0.0 } else { *exact as f64 / *requests as f64 * 100.0 };
-    writeln!(out, "\ncached tokens predicted exactly for {exact} of {requests} requests ({share:.1} %),")?;
+    let Prediction {
+        requests,
+        exact,
+        mean_abs_error_tokens,
+        ..
+    } = prediction;
+    let share = if *requests == 0 {
+        0.0
+    } else {
+        *exact as f64 / *requests as f64 * 100.0
+    };
+    writeln!(
+        out,
+        "\ncached tokens predicted exactly for {exact} of {requests} requests ({share:.1} %),"
+    )?;
     writeln!(
         out,
         "mean error {mean_abs_error_tokens:.2} tokens; as warmroute itself accounts for it (`warmroute audit`):\n"
@@ -303,14 +379,26 @@ fn show(cli: &Cli, report: &Report) -> io::Result<()> {
 
 /// Says what can be tried; on standard error where standard output is for a program.
 fn keep(cli: &Cli, stack: &Stack) -> io::Result<()> {
-    let mut out: Box<dyn io::Write> = if cli.json { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
-    let body = json!({"model": MODEL, "stream": true, "messages": [{"role": "user", "content": "hello"}]});
+    let mut out: Box<dyn io::Write> = if cli.json {
+        Box::new(io::stderr())
+    } else {
+        Box::new(io::stdout())
+    };
+    let body =
+        json!({"model": MODEL, "stream": true, "messages": [{"role": "user", "content": "hello"}]});
     let chat = stack.url("/v1/chat/completions");
     writeln!(out, "\nEverything is running; Ctrl-C ends it. Try:")?;
-    writeln!(out, "  curl -iN {chat} -H 'content-type: application/json' -d '{body}'")?;
+    writeln!(
+        out,
+        "  curl -iN {chat} -H 'content-type: application/json' -d '{body}'"
+    )?;
     writeln!(out, "  curl {}", stack.admin_url("/metrics"))?;
     writeln!(out, "  curl {}", stack.admin_url("/debug/load"))?;
-    writeln!(out, "The configuration and the logs are in {}", stack.run_dir.display())
+    writeln!(
+        out,
+        "The configuration and the logs are in {}",
+        stack.run_dir.display()
+    )
 }
 
 /// What is going on, on standard error; nothing where the output is for a program.
@@ -320,7 +408,11 @@ struct Progress {
 
 impl Progress {
     fn new(quiet: bool) -> Self {
-        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
+        let bar = if quiet {
+            ProgressBar::hidden()
+        } else {
+            ProgressBar::new_spinner()
+        };
         bar.enable_steady_tick(Duration::from_millis(100));
         Self { bar }
     }
@@ -336,6 +428,10 @@ impl Progress {
         self.bar.set_message("");
         let style = ProgressStyle::with_template("{msg:<12} {wide_bar} {pos}/{len} requests").ok();
         let bar = ProgressBar::new(requests as u64).with_message(name);
-        if let Some(style) = style { bar.with_style(style) } else { bar }
+        if let Some(style) = style {
+            bar.with_style(style)
+        } else {
+            bar
+        }
     }
 }

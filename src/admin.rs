@@ -59,21 +59,43 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
-        .route("/debug/config", get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }))
+        .route(
+            "/debug/config",
+            get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }),
+        )
         .route("/debug/fleet", get(fleet::page))
-        .route("/debug/envoys", get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }))
-        .route("/debug/cluster", get(|State(admin): State<Admin>| async move { Json((admin.cluster)()) }))
-        .route("/debug/replicas", get(|State(admin): State<Admin>| async move { Json((admin.replicas)()) }))
-        .route("/debug/index", get(|State(admin): State<Admin>| async move { Json(index(&admin)) }))
+        .route(
+            "/debug/envoys",
+            get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }),
+        )
+        .route(
+            "/debug/cluster",
+            get(|State(admin): State<Admin>| async move { Json((admin.cluster)()) }),
+        )
+        .route(
+            "/debug/replicas",
+            get(|State(admin): State<Admin>| async move { Json((admin.replicas)()) }),
+        )
+        .route(
+            "/debug/index",
+            get(|State(admin): State<Admin>| async move { Json(index(&admin)) }),
+        )
         .route(
             "/debug/parity",
-            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().parity().shown())) }),
+            get(|State(admin): State<Admin>| async move {
+                Json(json!(admin.entrance.router().parity().shown()))
+            }),
         )
         .route(
             "/debug/load",
-            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
+            get(|State(admin): State<Admin>| async move {
+                Json(json!(admin.entrance.router().load().snapshot()))
+            }),
         )
-        .route(AUDIT, get(|State(admin): State<Admin>| async move { Json(admin.audit.totals()) }))
+        .route(
+            AUDIT,
+            get(|State(admin): State<Admin>| async move { Json(admin.audit.totals()) }),
+        )
         .route(explain::PAGE, explain::page())
         .with_state(admin)
 }
@@ -87,14 +109,28 @@ fn index(admin: &Admin) -> Value {
 
 async fn ready(State(admin): State<Admin>) -> Response {
     let pending = admin.readiness.pending();
-    let status = if pending.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, Json(json!({ "ready": pending.is_empty(), "pending": pending }))).into_response()
+    let status = if pending.is_empty() {
+        StatusCode::OK
+    } else {
+        StatusCode::SERVICE_UNAVAILABLE
+    };
+    (
+        status,
+        Json(json!({ "ready": pending.is_empty(), "pending": pending })),
+    )
+        .into_response()
 }
 
 async fn metrics(State(admin): State<Admin>, headers: HeaderMap) -> Response {
-    let accept = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let accept = headers
+        .get_all(header::ACCEPT)
+        .iter()
+        .filter_map(|value| value.to_str().ok());
     let format = TextFormat::negotiate(accept);
-    match admin.metrics.page(format, |metrics| gauges::refresh(metrics, &admin.entrance)) {
+    match admin
+        .metrics
+        .page(format, |metrics| gauges::refresh(metrics, &admin.entrance))
+    {
         Ok(page) => ([(header::CONTENT_TYPE, format.content_type())], page).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }

@@ -143,7 +143,8 @@ impl<P: Placing> Admission<P> {
 
     /// The class that a request would wait in.
     pub fn class_of(&self, turn: &Turn) -> &Class {
-        self.classes.get(self.classes.resolve(turn.class.as_deref(), turn.uncached()))
+        self.classes
+            .get(self.classes.resolve(turn.class.as_deref(), turn.uncached()))
     }
 
     /// Whether there is a class whose requests may have to wait.
@@ -201,8 +202,17 @@ impl<P: Placing> Admission<P> {
         let workers = self.placing.workers();
         let now = Instant::now();
         let (tell, mut result) = oneshot::channel();
-        let payload = Pended { request, looked_up: now, tell };
-        let entry = Entry { turn, class, arrived: now.into_std(), payload };
+        let payload = Pended {
+            request,
+            looked_up: now,
+            tell,
+        };
+        let entry = Entry {
+            turn,
+            class,
+            arrived: now.into_std(),
+            payload,
+        };
         let mut state = self.state.lock();
         let full = state.queue.full(class, workers);
         let ticket = state.queue.push(entry);
@@ -236,9 +246,23 @@ impl<P: Placing> Admission<P> {
         }
     }
 
-    fn overflow(&self, class: ClassId, Full { kind, current, limit }: Full) -> Rejected<P::Refusal> {
+    fn overflow(
+        &self,
+        class: ClassId,
+        Full {
+            kind,
+            current,
+            limit,
+        }: Full,
+    ) -> Rejected<P::Refusal> {
         let class = self.classes.get(class).name.clone();
-        Rejected::Overflow { class, kind, current, limit, retry_after: self.settings.retry_after }
+        Rejected::Overflow {
+            class,
+            kind,
+            current,
+            limit,
+            retry_after: self.settings.retry_after,
+        }
     }
 
     /// Places those who may go.
@@ -269,7 +293,9 @@ impl<P: Placing> Admission<P> {
     }
 
     fn turn_of(&self, entry: &mut Entry<Pended<P>>) -> Option<Outcome<P>> {
-        let Pended { request, looked_up, .. } = &mut entry.payload;
+        let Pended {
+            request, looked_up, ..
+        } = &mut entry.payload;
         let refresh_after = self.settings.refresh_after;
         if !refresh_after.is_zero() && looked_up.elapsed() >= refresh_after {
             *looked_up = Instant::now();
@@ -299,7 +325,11 @@ impl<P: Placing> Admission<P> {
     fn expire(&self, ticket: Ticket, since: Instant) -> Option<Rejected<P::Refusal>> {
         let entry = self.take(ticket, |tally| tally.expired += 1)?;
         let class = self.classes.get(entry.class).name.clone();
-        Some(Rejected::Deadline { class, waited: since.elapsed(), retry_after: self.settings.retry_after })
+        Some(Rejected::Deadline {
+            class,
+            waited: since.elapsed(),
+            retry_after: self.settings.retry_after,
+        })
     }
 
     /// Takes one out whose client has left.

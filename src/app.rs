@@ -132,7 +132,12 @@ impl App {
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
         let heir = addresses::ensure_free(&config).await?;
-        let sockets = Sockets { limits, heir, secrets, metrics: metrics.clone() };
+        let sockets = Sockets {
+            limits,
+            heir,
+            secrets,
+            metrics: metrics.clone(),
+        };
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn::new(config.limits.body.bytes());
@@ -142,7 +147,8 @@ impl App {
         let pages = app.shown(&entrance, &way_in, (envoys.clone(), replica.clone()));
         let listener = sockets.bind_admin(&config.admin).await?;
         app.admin_address = listener.address;
-        app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
+        app.pages
+            .spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
         app.feed(&config, &entrance, feed.clone(), envoys.clone())?;
         let discovery = app.discovery(&sockets, &config, envoys).await?;
@@ -178,16 +184,35 @@ impl App {
         let service = app.ext_proc(&config, intake, entrance, replica)?;
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
-            let routes = discovery.iter().fold(routes, |routes, discovery| discovery.beside(routes));
-            app.servers.spawn(listener.serve(routes, app.closing.clone(), app.cut.clone()));
+            let routes = discovery
+                .iter()
+                .fold(routes, |routes, discovery| discovery.beside(routes));
+            app.servers
+                .spawn(listener.serve(routes, app.closing.clone(), app.cut.clone()));
         }
         loading.done();
         Ok(app)
     }
 
-    fn intake(&self, config: &Config, models: Models, router: &Arc<Router>) -> anyhow::Result<Arc<Intake>> {
-        let Reloader { cluster, metrics, asker, .. } = &*self.reloader;
-        parts::intake(config, (models, cluster), &self.reloader.client(), router, (metrics, asker.clone()))
+    fn intake(
+        &self,
+        config: &Config,
+        models: Models,
+        router: &Arc<Router>,
+    ) -> anyhow::Result<Arc<Intake>> {
+        let Reloader {
+            cluster,
+            metrics,
+            asker,
+            ..
+        } = &*self.reloader;
+        parts::intake(
+            config,
+            (models, cluster),
+            &self.reloader.client(),
+            router,
+            (metrics, asker.clone()),
+        )
     }
 
     fn judge_tokens(&mut self, config: &Config, router: &Arc<Router>) {
@@ -203,16 +228,26 @@ impl App {
         metrics: &Arc<Metrics>,
         audit: Arc<Audit>,
     ) -> anyhow::Result<Self> {
-        let models: Vec<ModelName> = config.models.iter().map(|model| model.name.clone()).collect();
+        let models: Vec<ModelName> = config
+            .models
+            .iter()
+            .map(|model| model.name.clone())
+            .collect();
         metrics.start_at_zero(&KnownLabels {
             models: &models,
             reasons: &Reason::ALL.map(Reason::as_str),
             causes: &Cause::ALL.map(Cause::as_str),
         });
         if let Some(pool) = &config.pool {
-            let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
+            let (name, namespace) = (
+                pool.name.clone().unwrap_or_default(),
+                pool.namespace.clone().unwrap_or_default(),
+            );
             info!(name, namespace, "serving this pool");
-            metrics.pool_info.get_or_create(&PoolLabels { name, namespace }).set(1);
+            metrics
+                .pool_info
+                .get_or_create(&PoolLabels { name, namespace })
+                .set(1);
         }
         let stop = CancellationToken::new();
         Ok(Self {
@@ -252,7 +287,10 @@ impl App {
         let (reloader, file, stop) = (self.reloader.clone(), Arc::new(file), self.stop.clone());
         let metrics = reloader.metrics.clone();
         self.background.spawn(async move {
-            supervise("configuration", &metrics, stop, || reload::follow(reloader.clone(), file.clone())).await;
+            supervise("configuration", &metrics, stop, || {
+                reload::follow(reloader.clone(), file.clone())
+            })
+            .await;
         });
     }
 
@@ -312,7 +350,8 @@ impl App {
     async fn serve_health(&mut self, sockets: &Sockets, config: &Config) -> anyhow::Result<()> {
         for health in [&self.health, &self.own_health] {
             health.tell(&self.readiness).await;
-            let (health, readiness, stop) = (health.clone(), self.readiness.clone(), self.stop.clone());
+            let (health, readiness, stop) =
+                (health.clone(), self.readiness.clone(), self.stop.clone());
             self.background.spawn(async move {
                 tokio::select! {
                     () = stop.cancelled() => {}
@@ -320,10 +359,16 @@ impl App {
                 }
             });
         }
-        let Some(address) = config.listen.health else { return Ok(()) };
+        let Some(address) = config.listen.health else {
+            return Ok(());
+        };
         let listener = sockets.bind_health(address).await?;
         self.health_address = listener.address();
-        self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.leave.clone(), self.cut.clone()));
+        self.pages.spawn(listener.serve(
+            Routes::new(self.own_health.service()),
+            self.leave.clone(),
+            self.cut.clone(),
+        ));
         Ok(())
     }
 
@@ -335,10 +380,18 @@ impl App {
         (envoys, replica): (Option<Arc<Envoys>>, Option<Arc<Replica>>),
     ) -> Admin {
         let cluster = self.reloader.cluster.clone();
-        let replicas = move || replica.as_ref().map_or(Value::Null, |replica| replica.shown());
+        let replicas = move || {
+            replica
+                .as_ref()
+                .map_or(Value::Null, |replica| replica.shown())
+        };
         let asker = self.reloader.asker.clone();
         let remote_index = move || asker.as_ref().map_or(Value::Null, |asker| asker.shown());
-        let listeners = move || envoys.as_ref().map_or(Value::Null, |envoys| json!(envoys.listeners()));
+        let listeners = move || {
+            envoys
+                .as_ref()
+                .map_or(Value::Null, |envoys| json!(envoys.listeners()))
+        };
         Admin {
             entrance: entrance.clone(),
             audit: self.audit.clone(),
@@ -362,20 +415,30 @@ impl App {
         envoys: Option<Arc<Envoys>>,
     ) -> anyhow::Result<Option<Discovery>> {
         let settings = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref());
-        let (Some(settings), Some(envoys)) = (settings, envoys) else { return Ok(None) };
+        let (Some(settings), Some(envoys)) = (settings, envoys) else {
+            return Ok(None);
+        };
         let discovery = Discovery::new(envoys, self.closing.clone());
-        let Some(address) = settings.listen else { return Ok(Some(discovery)) };
+        let Some(address) = settings.listen else {
+            return Ok(Some(discovery));
+        };
         let listener = sockets.bind_xds(address, settings.tls.as_ref()).await?;
         self.xds_address = listener.address();
         let routes = discovery.beside(Routes::new(self.health.service()));
-        self.servers.spawn(listener.serve(routes, self.closing.clone(), self.cut.clone()));
+        self.servers
+            .spawn(listener.serve(routes, self.closing.clone(), self.cut.clone()));
         Ok(None)
     }
 
     /// Lets the ways in beside ext_proc follow the configuration.
     fn reload_ways_in(&self, router: Arc<Router>, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
         self.reloader.part("models", move |next| {
-            let (way_in, api, intake, router) = (way_in.clone(), api.clone(), next.intake.clone(), router.clone());
+            let (way_in, api, intake, router) = (
+                way_in.clone(),
+                api.clone(),
+                next.intake.clone(),
+                router.clone(),
+            );
             let body_limit = next.config.limits.body.bytes();
             Ok(Box::new(move || {
                 router.parity().configure(intake.standings());
@@ -398,7 +461,10 @@ impl App {
         if let Some(replica) = replica {
             let of_ours = Arc::downgrade(&kept);
             replica.on_first_token(move |name| {
-                of_ours.upgrade().into_iter().for_each(|kept| kept.first_token_of(name));
+                of_ours
+                    .upgrade()
+                    .into_iter()
+                    .for_each(|kept| kept.first_token_of(name));
             });
             kept.on_foreign_first_token(move |name| replica.first_token_of(name));
         }
@@ -424,7 +490,11 @@ impl App {
         let find = move |name: Option<&str>| {
             let model = intake.load().named(name)?.model;
             let hashing = model.agreement();
-            Some(ServedModel { name: model.name.clone(), block_size: model.block_size, hashing })
+            Some(ServedModel {
+                name: model.name.clone(),
+                block_size: model.block_size,
+                hashing,
+            })
         };
         ServedIndex::new(remote_index::Parts {
             router: parts.entrance.router().clone(),
@@ -436,8 +506,15 @@ impl App {
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.
-    async fn serve_api(&mut self, sockets: &Sockets, config: &Config, parts: api::Parts) -> anyhow::Result<()> {
-        let Some(settings) = &config.api else { return Ok(()) };
+    async fn serve_api(
+        &mut self,
+        sockets: &Sockets,
+        config: &Config,
+        parts: api::Parts,
+    ) -> anyhow::Result<()> {
+        let Some(settings) = &config.api else {
+            return Ok(());
+        };
         let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
         let index = self.index(&parts, settings);
         let api = Api::new(parts, settings);
@@ -453,7 +530,8 @@ impl App {
             let (place, server) = (server.clone(), of_reload.server(most_bytes(&next.config)));
             Ok(Box::new(move || place.replace(server)))
         });
-        self.servers.spawn(listener.serve(routes, self.closing.clone(), self.cut.clone()));
+        self.servers
+            .spawn(listener.serve(routes, self.closing.clone(), self.cut.clone()));
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
                 let api = api.clone();
@@ -470,13 +548,21 @@ impl App {
 
 /// Logs one line with the loaded models, workers and event sources once every startup step has ended.
 async fn announce_ready(readiness: Readiness, reloader: Arc<Reloader>, started: Instant) {
-    if readiness.changes().wait_for(BTreeSet::is_empty).await.is_err() {
+    if readiness
+        .changes()
+        .wait_for(BTreeSet::is_empty)
+        .await
+        .is_err()
+    {
         return;
     }
     let router = reloader.router();
     let fleet = router.fleet();
-    let sources = fleet.members().filter(|member| member.worker.event_source(member.rank.rank).is_some());
-    let (live, absent): (Vec<_>, Vec<_>) = sources.partition(|member| router.trust(member.rank).is_attached());
+    let sources = fleet
+        .members()
+        .filter(|member| member.worker.event_source(member.rank.rank).is_some());
+    let (live, absent): (Vec<_>, Vec<_>) =
+        sources.partition(|member| router.trust(member.rank).is_attached());
     info!(
         took = format!("{:.1}s", started.elapsed().as_secs_f64()),
         models = reloader.running().models.len(),
@@ -499,10 +585,15 @@ mod tests {
     async fn a_background_task_that_dies_ends_the_process() {
         let text = "listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nmodels: [{name: m, block_size: 16}]\n\
                     workers: [{id: 1, endpoint: '127.0.0.1:8000'}]\n";
-        let config = Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
+        let config =
+            Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
         let mut app = App::start(config).await.unwrap();
-        app.background.spawn(async { panic!("as the keeper might") });
+        app.background
+            .spawn(async { panic!("as the keeper might") });
         let ended = app.run_until(std::future::pending()).await.unwrap_err();
-        assert!(format!("{ended:#}").contains("a background task failed"), "{ended:#}");
+        assert!(
+            format!("{ended:#}").contains("a background task failed"),
+            "{ended:#}"
+        );
     }
 }

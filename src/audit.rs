@@ -16,7 +16,9 @@ pub use totals::{ModelTotals, Totals, share};
 
 use crate::block::BlockHashes;
 use crate::index::{Overlaps, PrefixIndex};
-use crate::metrics::{CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels};
+use crate::metrics::{
+    CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels,
+};
 use crate::router::{Mode, Route, Router};
 use crate::worker::{BlockSize, ModelName, Slot};
 
@@ -85,7 +87,14 @@ impl Waiting {
 impl Answered {
     /// An answer of the chosen worker.
     pub fn new(foreseen: Foreseen, said: Said, prompts: Vec<BlockHashes>) -> Self {
-        Self { foreseen, said, prompts, moved: false, engine_block_size: None, held_at_end: 0 }
+        Self {
+            foreseen,
+            said,
+            prompts,
+            moved: false,
+            engine_block_size: None,
+            held_at_end: 0,
+        }
     }
 
     /// Sets whether another worker than the chosen one served the answer.
@@ -105,8 +114,16 @@ impl Answered {
             Mode::Exact => said.prompt == foreseen.prompt,
             mode => mode == Mode::Partial,
         };
-        if let ([only], Some(since)) = (&self.prompts[..], foreseen.since.filter(|_| same && !self.moved)) {
-            index.found(only, (said.cached / foreseen.block_size.tokens() as u64) as usize, slot, since);
+        if let ([only], Some(since)) = (
+            &self.prompts[..],
+            foreseen.since.filter(|_| same && !self.moved),
+        ) {
+            index.found(
+                only,
+                (said.cached / foreseen.block_size.tokens() as u64) as usize,
+                slot,
+                since,
+            );
         }
     }
 
@@ -123,7 +140,9 @@ impl Answered {
     /// Tokens that an engine with smaller blocks may find beyond the whole predicted blocks, over all prompts.
     fn rounding(&self) -> u64 {
         let ours = self.foreseen.block_size.tokens();
-        let rest = self.engine_block_size.map_or(0, |engine| ours.saturating_sub(engine.tokens()));
+        let rest = self
+            .engine_block_size
+            .map_or(0, |engine| ours.saturating_sub(engine.tokens()));
         rest as u64 * self.prompts.len() as u64
     }
 
@@ -131,7 +150,9 @@ impl Answered {
     /// held now in any case: but not all the time, if it was told to be gone.
     fn told(&self, index: &PrefixIndex, slot: Slot) -> Told {
         let foreseen = &self.foreseen;
-        let Some(since) = foreseen.since else { return Told::No };
+        let Some(since) = foreseen.since else {
+            return Told::No;
+        };
         let size = foreseen.block_size.tokens() as u64;
         let (found, captured) = (self.said.cached / size, foreseen.captured / size);
         let held = self.held(index, slot);
@@ -143,8 +164,14 @@ impl Answered {
             return Told::Yes;
         }
         let told = self.prompts.iter().map(|hashes| {
-            let foreseen = if self.prompts.len() == 1 { captured as usize } else { hashes.len() };
-            index.regained_since(hashes, foreseen, slot, since).map_or(Told::Forgotten, Told::from)
+            let foreseen = if self.prompts.len() == 1 {
+                captured as usize
+            } else {
+                hashes.len()
+            };
+            index
+                .regained_since(hashes, foreseen, slot, since)
+                .map_or(Told::Forgotten, Told::from)
         });
         told.max().unwrap_or_default()
     }
@@ -153,7 +180,12 @@ impl Answered {
 impl Audit {
     /// Nothing heard yet.
     pub fn new(router: Arc<Router>, metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { router, metrics, totals: Mutex::default(), waiting: Mutex::default() })
+        Arc::new(Self {
+            router,
+            metrics,
+            totals: Mutex::default(),
+            waiting: Mutex::default(),
+        })
     }
 
     /// Returns the prediction for the worker rank that computes the prompt, with the event position of that rank.
@@ -169,7 +201,10 @@ impl Audit {
         let labels = ModelRoleLabels::new(&foreseen.model, foreseen.role);
         // The reported number is not trusted, because a counter cannot be decreased.
         let most = said.prompt.min(judge::LONGEST);
-        self.metrics.delivered_cached_tokens.get_or_create(&labels).inc_by(said.cached.min(most));
+        self.metrics
+            .delivered_cached_tokens
+            .get_or_create(&labels)
+            .inc_by(said.cached.min(most));
     }
 
     /// An answer ended and said what it found cached.
@@ -182,26 +217,35 @@ impl Audit {
                 answered.held_at_end = answered.held(self.router.index(), slot);
             }
         }
-        let answered = if judge::needs_events(&answered.foreseen, answered.said) && !answered.moved {
+        let answered = if judge::needs_events(&answered.foreseen, answered.said) && !answered.moved
+        {
             self.waiting.lock().keep(now + GRACE, answered)
         } else {
             Some(answered)
         };
-        answered.into_iter().for_each(|answered| self.settle(&answered));
+        answered
+            .into_iter()
+            .for_each(|answered| self.settle(&answered));
     }
 
     /// An answer ended well and did not say what it found cached.
     pub fn silent(&self, model: &ModelName, said_usage: bool) {
         let outcome = if said_usage { "no_details" } else { "no_usage" };
         self.totals.lock().of(model).silent(said_usage);
-        self.metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(model, outcome)).inc();
+        self.metrics
+            .audit_answers
+            .get_or_create(&ModelOutcomeLabels::new(model, outcome))
+            .inc();
     }
 
     /// Counts a successful response whose prompt another worker computed, if warmroute did not receive the cache report of that
     /// worker.
     pub fn count_undecided(&self, model: &ModelName) {
         self.totals.lock().of(model).undecided += 1;
-        self.metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(model, "undecided")).inc();
+        self.metrics
+            .audit_answers
+            .get_or_create(&ModelOutcomeLabels::new(model, "undecided"))
+            .inc();
     }
 
     /// Looks for the causes that are due.
@@ -222,13 +266,21 @@ impl Audit {
 
     fn settle(&self, answered: &Answered) {
         let needed = judge::needs_events(&answered.foreseen, answered.said) && !answered.moved;
-        let slot = self.router.fleet().slot(answered.foreseen.chosen).filter(|_| needed);
+        let slot = self
+            .router
+            .fleet()
+            .slot(answered.foreseen.chosen)
+            .filter(|_| needed);
         let told = match self.router.is_remote() {
             // Whoever keeps the index hears of the events, and is not asked again for the sake of a cause.
             true => Told::Forgotten,
             false => slot.map_or(Told::No, |slot| answered.told(self.router.index(), slot)),
         };
-        let evidence = Evidence { told, moved: answered.moved, rounding: answered.rounding() };
+        let evidence = Evidence {
+            told,
+            moved: answered.moved,
+            rounding: answered.rounding(),
+        };
         let verdict = judge(&answered.foreseen, answered.said, evidence);
         self.count(&verdict);
         self.totals.lock().of(&verdict.model).add(&verdict);
@@ -245,13 +297,25 @@ impl Audit {
             ("delivered", verdict.delivered),
         ];
         for (kind, count) in tokens {
-            metrics.audit_tokens.get_or_create(&ModelTokensLabels { model: model.to_owned(), kind }).inc_by(count);
+            metrics
+                .audit_tokens
+                .get_or_create(&ModelTokensLabels {
+                    model: model.to_owned(),
+                    kind,
+                })
+                .inc_by(count);
         }
         for &(cause, count) in &verdict.missed {
-            metrics.audit_missed_tokens.get_or_create(&CauseLabels::new(model, cause.as_str())).inc_by(count);
+            metrics
+                .audit_missed_tokens
+                .get_or_create(&CauseLabels::new(model, cause.as_str()))
+                .inc_by(count);
         }
         let outcome = verdict.outcome();
-        metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(&verdict.model, outcome)).inc();
+        metrics
+            .audit_answers
+            .get_or_create(&ModelOutcomeLabels::new(&verdict.model, outcome))
+            .inc();
         if !verdict.foreseen {
             return;
         }
@@ -262,9 +326,14 @@ impl Audit {
                 1.. => Some(&metrics.audit_under_predicted_blocks),
             };
             if let Some(family) = by_sign {
-                family.get_or_create(&ModelLabel::from(&verdict.model)).observe(blocks.unsigned_abs() as f64);
+                family
+                    .get_or_create(&ModelLabel::from(&verdict.model))
+                    .observe(blocks.unsigned_abs() as f64);
             }
-            metrics.audit_errors.get_or_create(&CauseLabels::new(model, cause.as_str())).inc();
+            metrics
+                .audit_errors
+                .get_or_create(&CauseLabels::new(model, cause.as_str()))
+                .inc();
         }
     }
 }

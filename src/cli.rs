@@ -106,8 +106,14 @@ pub struct DoctorArgs {
 }
 
 fn price(text: &str) -> Result<f64, String> {
-    let price: f64 = text.parse().map_err(|_| format!("`{text}` is not a number"))?;
-    if price.is_finite() && price >= 0.0 { Ok(price) } else { Err("a price is at least 0".to_owned()) }
+    let price: f64 = text
+        .parse()
+        .map_err(|_| format!("`{text}` is not a number"))?;
+    if price.is_finite() && price >= 0.0 {
+        Ok(price)
+    } else {
+        Err("a price is at least 0".to_owned())
+    }
 }
 
 /// What to explain, and who is asked.
@@ -144,11 +150,14 @@ pub struct ExplainArgs {
 
 fn page(url: &str) -> Result<String, String> {
     let page = url.starts_with("http://") || url.starts_with("https://");
-    page.then(|| url.to_owned()).ok_or_else(|| "write for example http://127.0.0.1:9900".to_owned())
+    page.then(|| url.to_owned())
+        .ok_or_else(|| "write for example http://127.0.0.1:9900".to_owned())
 }
 
 fn header(text: &str) -> Result<(String, String), String> {
-    let (name, value) = text.split_once('=').ok_or("a header is written NAME=VALUE")?;
+    let (name, value) = text
+        .split_once('=')
+        .ok_or("a header is written NAME=VALUE")?;
     let name = name.trim();
     if name.is_empty() {
         Err("the header has no name".to_owned())
@@ -159,12 +168,18 @@ fn header(text: &str) -> Result<(String, String), String> {
 
 /// The filter of the log: `RUST_LOG` where it is set, else the level of the configuration.
 pub fn log_filter(level: LogLevel) -> String {
-    #[expect(clippy::disallowed_methods, reason = "this module is the one that reads the environment")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "this module is the one that reads the environment"
+    )]
     let asked = std::env::var("RUST_LOG");
     // The listener logs a refused server name itself, with the fix and a limit. Discovery logs each failure of the API server once,
     // with its cause; the library logs every request.
     let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
-    asked.ok().filter(|filter| !filter.is_empty()).unwrap_or_else(by_level)
+    asked
+        .ok()
+        .filter(|filter| !filter.is_empty())
+        .unwrap_or_else(by_level)
 }
 
 #[cfg(test)]
@@ -182,44 +197,89 @@ mod tests {
         assert!(Cli::try_parse_from(["warmroute", "check"]).is_err());
         assert!(Cli::try_parse_from(["warmroute"]).is_err());
         let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
-        let Command::Check(args) = cli.command else { panic!("another command") };
+        let Command::Check(args) = cli.command else {
+            panic!("another command")
+        };
         assert_eq!(args.serve.config, Some(PathBuf::from("w.yaml")));
     }
 
     #[test]
     fn a_doctor_needs_a_configuration_and_pages_have_addresses() {
-        let doctor = |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
-        let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else { panic!("another command") };
+        let doctor =
+            |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
+        let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else {
+            panic!("another command")
+        };
         let patience: std::time::Duration = args.patience.into();
-        assert_eq!((args.envoy_admin, args.no_canary, args.json), (None, false, false));
+        assert_eq!(
+            (args.envoy_admin, args.no_canary, args.json),
+            (None, false, false)
+        );
         assert_eq!(patience, std::time::Duration::from_secs(5));
-        for refused in
-            [&[][..], &["--config", "w", "--envoy-admin", "localhost:9900"], &["--config", "w", "--patience", "x"]]
-        {
+        for refused in [
+            &[][..],
+            &["--config", "w", "--envoy-admin", "localhost:9900"],
+            &["--config", "w", "--patience", "x"],
+        ] {
             assert!(doctor(refused).is_err(), "{refused:?}");
         }
     }
 
     fn explain(more: &[&str]) -> Result<ExplainArgs, clap::Error> {
         let cli = Cli::try_parse_from(["warmroute", "explain"].iter().chain(more))?;
-        let Command::Explain(args) = cli.command else { panic!("another command") };
+        let Command::Explain(args) = cli.command else {
+            panic!("another command")
+        };
         Ok(args)
     }
 
     #[test]
     fn an_explanation_needs_a_body_and_a_configuration_or_somebody_to_ask() {
-        let args = explain(&["--config", "w.yaml", "--body", "-", "--header", "X-Prio = a=b", "-H", "y=2"]).unwrap();
+        let args = explain(&[
+            "--config",
+            "w.yaml",
+            "--body",
+            "-",
+            "--header",
+            "X-Prio = a=b",
+            "-H",
+            "y=2",
+        ])
+        .unwrap();
         assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
-        assert_eq!(args.headers, [("x-prio".to_owned(), "a=b".to_owned()), ("y".to_owned(), "2".to_owned())]);
+        assert_eq!(
+            args.headers,
+            [
+                ("x-prio".to_owned(), "a=b".to_owned()),
+                ("y".to_owned(), "2".to_owned())
+            ]
+        );
         assert_eq!((args.path, args.admin, args.json), (None, None, false));
-        let args = explain(&["--admin", "http://h:1", "--body", "b", "--path", "/v1/completions", "--json"]).unwrap();
-        assert_eq!((args.config, args.admin.as_deref(), args.json), (None, Some("http://h:1"), true));
-        assert!(explain(&["--config", "w", "--body", "b", "--token-file", "t"]).is_err(), "nobody is asked");
+        let args = explain(&[
+            "--admin",
+            "http://h:1",
+            "--body",
+            "b",
+            "--path",
+            "/v1/completions",
+            "--json",
+        ])
+        .unwrap();
+        assert_eq!(
+            (args.config, args.admin.as_deref(), args.json),
+            (None, Some("http://h:1"), true)
+        );
+        assert!(
+            explain(&["--config", "w", "--body", "b", "--token-file", "t"]).is_err(),
+            "nobody is asked"
+        );
         let args = explain(&["--admin", "http://h:1", "--body", "b", "--token-file", "t"]).unwrap();
         assert_eq!(args.token_file, Some(PathBuf::from("t")));
-        for missing in
-            [&["--body", "b"][..], &["--config", "w"], &["--config", "w", "--body", "b", "--header", "novalue"]]
-        {
+        for missing in [
+            &["--body", "b"][..],
+            &["--config", "w"],
+            &["--config", "w", "--body", "b", "--header", "novalue"],
+        ] {
             assert!(explain(missing).is_err(), "{missing:?}");
         }
         assert!(explain(&["--config", "w", "--body", "b", "--header", "=v"]).is_err());

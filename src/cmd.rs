@@ -39,7 +39,10 @@ pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
 }
 
 /// The same of one that was read.
-fn usable(read: Result<Config, Vec<ConfigError>>, err: &mut impl Write) -> io::Result<Option<Config>> {
+fn usable(
+    read: Result<Config, Vec<ConfigError>>,
+    err: &mut impl Write,
+) -> io::Result<Option<Config>> {
     match read {
         Ok(config) => Ok(Some(config)),
         Err(mistakes) => write_mistakes(mistakes, err).map(|()| None),
@@ -48,7 +51,9 @@ fn usable(read: Result<Config, Vec<ConfigError>>, err: &mut impl Write) -> io::R
 
 /// Writes one line per mistake.
 fn write_mistakes(mistakes: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
-    mistakes.into_iter().try_for_each(|mistake| writeln!(err, "{mistake}"))
+    mistakes
+        .into_iter()
+        .try_for_each(|mistake| writeln!(err, "{mistake}"))
 }
 
 /// Prints why a command failed; its exit code.

@@ -34,7 +34,9 @@ use crate::discovery::dns::DnsConfig;
 use crate::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 use crate::discovery::{self, ServedModel};
 use crate::engine_client::config::EnginesConfig;
-use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
+use crate::ext_proc::config::{
+    FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig,
+};
 use crate::intake::config::ClientsConfig;
 use crate::intake::confine::ConfineConfig;
 use crate::intake::rewrite::RewritesConfig;
@@ -226,8 +228,12 @@ impl Config {
 
     /// The same with what the command line says over the file.
     pub fn load_with(path: &Path, flags: &Flags) -> Result<Self, Vec<ConfigError>> {
-        let bytes = std::fs::read(path)
-            .map_err(|error| vec![ConfigError::of_file(path, format!("the file cannot be read: {error}"))])?;
+        let bytes = std::fs::read(path).map_err(|error| {
+            vec![ConfigError::of_file(
+                path,
+                format!("the file cannot be read: {error}"),
+            )]
+        })?;
         let config = Self::parse_with(path, &bytes, flags)?;
         match &config.workers_file {
             Some(file) => config.check_workers_file(file).map(|()| config),
@@ -237,7 +243,11 @@ impl Config {
 
     /// What the command line says where there is no file.
     pub fn of_flags(flags: &Flags) -> Result<Self, Vec<ConfigError>> {
-        Self::parse_with(Path::new("the command line"), flags.without_file().to_string().as_bytes(), flags)
+        Self::parse_with(
+            Path::new("the command line"),
+            flags.without_file().to_string().as_bytes(),
+            flags,
+        )
     }
 
     /// Checks the text of a configuration file; relative file names start at the folder of `path`.
@@ -253,13 +263,21 @@ impl Config {
         config.resolve(absolute.parent().unwrap_or(Path::new("")));
         flags.lay_over(&mut config);
         let problems = check::problems(&config);
-        if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
+        if problems.is_empty() {
+            Ok(config)
+        } else {
+            Err(document.locate(problems))
+        }
     }
 
     /// Adds file and line to problems that were found after the file was read.
     pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
-        let read = |error: std::io::Error| ConfigError::of_file(path, format!("the file cannot be read: {error}"));
-        let document = std::fs::read(path).map_err(read).and_then(|bytes| Document::parse(path, &bytes));
+        let read = |error: std::io::Error| {
+            ConfigError::of_file(path, format!("the file cannot be read: {error}"))
+        };
+        let document = std::fs::read(path)
+            .map_err(read)
+            .and_then(|bytes| Document::parse(path, &bytes));
         document.map_or_else(|error| vec![error], |document| document.locate(problems))
     }
 
@@ -274,7 +292,10 @@ impl Config {
         let served = |model: &ModelConfig| ServedModel {
             name: model.name.clone(),
             block_size: model.blocks(),
-            meets: model.prefill.as_ref().is_some_and(|prefill| prefill.by == By::Mirror),
+            meets: model
+                .prefill
+                .as_ref()
+                .is_some_and(|prefill| prefill.by == By::Mirror),
         };
         self.models.iter().map(served).collect()
     }
@@ -300,7 +321,10 @@ impl Config {
     fn enforced_models(&self) -> BTreeSet<ModelName> {
         let applies = |model: &&ModelConfig| model.prefill.is_some() || self.models.len() == 1;
         let models = self.models.iter().filter(|_| self.disaggregation.enforce);
-        models.filter(applies).map(|model| model.name.clone()).collect()
+        models
+            .filter(applies)
+            .map(|model| model.name.clone())
+            .collect()
     }
 
     /// Where the fleet comes from.
@@ -315,15 +339,23 @@ impl Config {
     }
 
     fn fixed_workers(&self) -> Result<Vec<Worker>, Vec<Problem>> {
-        discovery::resolve(self.workers.as_deref().unwrap_or_default(), &self.served_models())
+        discovery::resolve(
+            self.workers.as_deref().unwrap_or_default(),
+            &self.served_models(),
+        )
     }
 
     /// Workers as they would be found where they are not listed, one of each kind.
     pub fn typical_workers(&self) -> Vec<Worker> {
-        let pods = self.kubernetes.iter().flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::sample));
+        let pods = self
+            .kubernetes
+            .iter()
+            .flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::sample));
         let samples = self.dns.iter().map(DnsConfig::sample).chain(pods);
         // One by one, because all samples have the same address.
-        samples.flat_map(|sample| discovery::resolve_each(vec![sample], &self.served_models()).0).collect()
+        samples
+            .flat_map(|sample| discovery::resolve_each(vec![sample], &self.served_models()).0)
+            .collect()
     }
 
     fn resolve(&mut self, folder: &Path) {
@@ -336,7 +368,11 @@ impl Config {
         if let Some(envoy) = &mut self.envoy {
             envoy.resolve(folder);
         }
-        if let Some(file) = self.kubernetes.as_mut().and_then(|kubernetes| kubernetes.kubeconfig.as_mut()) {
+        if let Some(file) = self
+            .kubernetes
+            .as_mut()
+            .and_then(|kubernetes| kubernetes.kubeconfig.as_mut())
+        {
             *file = folder.join(&*file);
         }
         if let Some(replicas) = &mut self.replicas {
@@ -362,8 +398,12 @@ impl Config {
     }
 
     fn check_workers_file(&self, file: &Path) -> Result<(), Vec<ConfigError>> {
-        let bytes = std::fs::read(file)
-            .map_err(|error| vec![ConfigError::of_file(file, format!("the workers file cannot be read: {error}"))])?;
+        let bytes = std::fs::read(file).map_err(|error| {
+            vec![ConfigError::of_file(
+                file,
+                format!("the workers file cannot be read: {error}"),
+            )]
+        })?;
         discovery::parse(file, &bytes, &self.served_models()).map(drop)
     }
 }

@@ -130,14 +130,21 @@ impl Conditional {
     }
 
     fn is_little(&self, facts: &Facts) -> bool {
-        let uncached = facts.prompt_tokens.saturating_sub(facts.decode_cached_tokens);
-        let share = if facts.prompt_tokens == 0 { 0.0 } else { uncached as f64 / facts.prompt_tokens as f64 };
+        let uncached = facts
+            .prompt_tokens
+            .saturating_sub(facts.decode_cached_tokens);
+        let share = if facts.prompt_tokens == 0 {
+            0.0
+        } else {
+            uncached as f64 / facts.prompt_tokens as f64
+        };
         uncached < self.uncached_tokens && share < self.uncached_share
     }
 
     fn prefill_is_busy(&self, facts: &Facts) -> bool {
         let capacity = facts.prefill_capacity.unwrap_or(UNKNOWN_CAPACITY) as f64;
-        self.prefill_busy_threshold.is_some_and(|share| facts.prefill_tokens as f64 > share * capacity)
+        self.prefill_busy_threshold
+            .is_some_and(|share| facts.prefill_tokens as f64 > share * capacity)
     }
 
     /// A decode worker of unknown size may be full for all we know.
@@ -153,22 +160,33 @@ impl Conditional {
 impl Disaggregation {
     /// Refuses values outside their range: the key below `conditional` and what is wrong with it.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
-        let Some(rule) = &self.conditional else { return Ok(()) };
+        let Some(rule) = &self.conditional else {
+            return Ok(());
+        };
         let shares = [
             ("uncached_share", Some(rule.uncached_share)),
             ("prefill_busy_threshold", rule.prefill_busy_threshold),
             ("decode_busy_threshold", rule.decode_busy_threshold),
         ];
         for (name, share) in shares {
-            let most = if name == "prefill_busy_threshold" { f64::INFINITY } else { 1.0 };
-            if let Some(share) = share.filter(|share| !(share.is_finite() && (0.0..=most).contains(share))) {
-                let range = if most == 1.0 { "from 0 to 1" } else { "finite and at least 0" };
+            let most = if name == "prefill_busy_threshold" {
+                f64::INFINITY
+            } else {
+                1.0
+            };
+            if let Some(share) =
+                share.filter(|share| !(share.is_finite() && (0.0..=most).contains(share)))
+            {
+                let range = if most == 1.0 {
+                    "from 0 to 1"
+                } else {
+                    "finite and at least 0"
+                };
                 return Err((name, format!("is {share}, but must be {range}")));
             }
         }
         if rule.policy != Rule::IslBounding && rule.prefill_busy_threshold.is_none() {
-            let text =
-                "is needed by this policy; give the share of a prefill worker's batch size, 1.0 for one full step";
+            let text = "is needed by this policy; give the share of a prefill worker's batch size, 1.0 for one full step";
             return Err(("prefill_busy_threshold", text.to_owned()));
         }
         Ok(())
@@ -189,54 +207,140 @@ mod tests {
     };
 
     fn rule(policy: Rule) -> Conditional {
-        Conditional { policy, prefill_busy_threshold: Some(1.0), ..Conditional::default() }
+        Conditional {
+            policy,
+            prefill_busy_threshold: Some(1.0),
+            ..Conditional::default()
+        }
     }
 
     #[test]
     fn the_three_rules_tell_when_a_remote_prefill_is_not_worth_it() {
-        let long = Facts { decode_cached_tokens: 0, ..FACTS };
-        let idle = Facts { prefill_tokens: 8192, ..FACTS };
+        let long = Facts {
+            decode_cached_tokens: 0,
+            ..FACTS
+        };
+        let idle = Facts {
+            prefill_tokens: 8192,
+            ..FACTS
+        };
         let cases = [
             (Rule::IslBounding, FACTS, Some(Bypass::LittleToCompute)),
-            (Rule::IslBounding, Facts { decode_cached_tokens: 1952, ..FACTS }, None),
-            (Rule::IslBounding, Facts { prompt_tokens: 100, decode_cached_tokens: 30, ..FACTS }, None),
             (
                 Rule::IslBounding,
-                Facts { prompt_tokens: 100, decode_cached_tokens: 31, ..FACTS },
+                Facts {
+                    decode_cached_tokens: 1952,
+                    ..FACTS
+                },
+                None,
+            ),
+            (
+                Rule::IslBounding,
+                Facts {
+                    prompt_tokens: 100,
+                    decode_cached_tokens: 30,
+                    ..FACTS
+                },
+                None,
+            ),
+            (
+                Rule::IslBounding,
+                Facts {
+                    prompt_tokens: 100,
+                    decode_cached_tokens: 31,
+                    ..FACTS
+                },
                 Some(Bypass::LittleToCompute),
             ),
             (Rule::IslBounding, long, None),
             (Rule::PrefillLoad, FACTS, Some(Bypass::PrefillBusy)),
             (Rule::PrefillLoad, idle, None),
-            (Rule::PrefillLoad, Facts { prefill_capacity: None, ..FACTS }, None),
+            (
+                Rule::PrefillLoad,
+                Facts {
+                    prefill_capacity: None,
+                    ..FACTS
+                },
+                None,
+            ),
             (Rule::IslOrLoad, long, Some(Bypass::PrefillBusy)),
             (Rule::IslOrLoad, idle, Some(Bypass::LittleToCompute)),
-            (Rule::IslOrLoad, Facts { prefill_tokens: 0, ..long }, None),
+            (
+                Rule::IslOrLoad,
+                Facts {
+                    prefill_tokens: 0,
+                    ..long
+                },
+                None,
+            ),
         ];
         for (policy, facts, expected) in cases {
-            assert_eq!(rule(policy).bypass(&facts), expected, "{policy:?} {facts:?}");
+            assert_eq!(
+                rule(policy).bypass(&facts),
+                expected,
+                "{policy:?} {facts:?}"
+            );
         }
     }
 
     #[test]
     fn a_busy_decode_worker_or_one_of_unknown_size_keeps_no_prefill() {
-        let careful = Conditional { decode_busy_threshold: Some(0.8), ..rule(Rule::IslBounding) };
+        let careful = Conditional {
+            decode_busy_threshold: Some(0.8),
+            ..rule(Rule::IslBounding)
+        };
         assert_eq!(careful.bypass(&FACTS), Some(Bypass::LittleToCompute));
-        assert_eq!(careful.bypass(&Facts { decode_blocks: 81, ..FACTS }), None);
-        assert_eq!(careful.bypass(&Facts { decode_total_blocks: None, ..FACTS }), None);
+        assert_eq!(
+            careful.bypass(&Facts {
+                decode_blocks: 81,
+                ..FACTS
+            }),
+            None
+        );
+        assert_eq!(
+            careful.bypass(&Facts {
+                decode_total_blocks: None,
+                ..FACTS
+            }),
+            None
+        );
     }
 
     #[test]
     fn settings_out_of_range_are_refused_by_name() {
-        let with = |conditional| Disaggregation { enforce: false, conditional: Some(conditional) };
+        let with = |conditional| Disaggregation {
+            enforce: false,
+            conditional: Some(conditional),
+        };
         let bad = [
-            ("uncached_share", Conditional { uncached_share: 1.5, ..Conditional::default() }),
-            ("decode_busy_threshold", Conditional { decode_busy_threshold: Some(-0.1), ..Conditional::default() }),
+            (
+                "uncached_share",
+                Conditional {
+                    uncached_share: 1.5,
+                    ..Conditional::default()
+                },
+            ),
+            (
+                "decode_busy_threshold",
+                Conditional {
+                    decode_busy_threshold: Some(-0.1),
+                    ..Conditional::default()
+                },
+            ),
             (
                 "prefill_busy_threshold",
-                Conditional { prefill_busy_threshold: Some(f64::NAN), ..Conditional::default() },
+                Conditional {
+                    prefill_busy_threshold: Some(f64::NAN),
+                    ..Conditional::default()
+                },
             ),
-            ("prefill_busy_threshold", Conditional { policy: Rule::PrefillLoad, ..Conditional::default() }),
+            (
+                "prefill_busy_threshold",
+                Conditional {
+                    policy: Rule::PrefillLoad,
+                    ..Conditional::default()
+                },
+            ),
         ];
         for (name, conditional) in bad {
             assert_eq!(with(conditional).validate().unwrap_err().0, name);

@@ -32,11 +32,18 @@ pub struct ServedModel {
 }
 
 /// The workers that the text of a workers file lists, or every mistake in it. `path` only names the file in mistakes.
-pub fn parse(path: &Path, bytes: &[u8], models: &[ServedModel]) -> Result<Vec<Worker>, Vec<ConfigError>> {
+pub fn parse(
+    path: &Path,
+    bytes: &[u8],
+    models: &[ServedModel],
+) -> Result<Vec<Worker>, Vec<ConfigError>> {
     let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
     if document.tree().value == Value::Null {
         // Most likely a file caught between truncation and writing; nobody means to drop a fleet by saying nothing.
-        return Err(vec![ConfigError::of_file(path, "the file lists nothing; write `[]` for a fleet without workers")]);
+        return Err(vec![ConfigError::of_file(
+            path,
+            "the file lists nothing; write `[]` for a fleet without workers",
+        )]);
     }
     let list: Vec<config::WorkerConfig> = document.read()?;
     resolve(&list, models).map_err(|problems| document.locate(problems))

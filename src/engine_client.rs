@@ -117,12 +117,21 @@ impl EngineError {
 
     /// Whether the engine read the request and found it wrong, so that it would be refused elsewhere, too.
     pub fn is_refusal(&self) -> bool {
-        matches!(self, EngineError::Status { status: 400 | 404 | 413 | 422, .. })
+        matches!(
+            self,
+            EngineError::Status {
+                status: 400 | 404 | 413 | 422,
+                ..
+            }
+        )
     }
 
     /// Whether the next try may well go better: the engine is starting, or has much to do.
     pub fn passes(&self) -> bool {
-        matches!(self, EngineError::Busy | EngineError::Timeout | EngineError::Unreachable(_))
+        matches!(
+            self,
+            EngineError::Busy | EngineError::Timeout | EngineError::Unreachable(_)
+        )
     }
 
     /// Whether the engine wants credentials that it did not get.
@@ -199,8 +208,18 @@ impl EngineClient {
     /// The same connections with another token, and other calls at once.
     #[must_use]
     pub fn apart(&self, token_file: Option<PathBuf>, in_flight: u32) -> Self {
-        let Shared { client, longest, deadline, authorities, .. } = &*self.shared;
-        let config = EnginesConfig { token_file, in_flight, ..self.shared.config.clone() };
+        let Shared {
+            client,
+            longest,
+            deadline,
+            authorities,
+            ..
+        } = &*self.shared;
+        let config = EnginesConfig {
+            token_file,
+            in_flight,
+            ..self.shared.config.clone()
+        };
         let shared = Shared {
             client: client.clone(),
             bearer: config.token_file.clone().map(Bearer::new),
@@ -210,7 +229,9 @@ impl EngineClient {
             authorities: authorities.clone(),
             config,
         };
-        Self { shared: Arc::new(shared) }
+        Self {
+            shared: Arc::new(shared),
+        }
     }
 
     fn made(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
@@ -223,7 +244,9 @@ impl EngineClient {
             config: config.clone(),
             authorities,
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
     }
 
     /// How long a call takes at most where nothing else is said.
@@ -251,31 +274,45 @@ impl EngineClient {
         body: Bytes,
         deadline: Duration,
     ) -> Result<Vec<Rendered>, EngineError> {
-        self.post::<answers::Renderings>(engine, api.path(), body, deadline).await?.read()
+        self.post::<answers::Renderings>(engine, api.path(), body, deadline)
+            .await?
+            .read()
     }
 
     /// What it serves: `GET /v1/models`.
     pub async fn models(&self, engine: &EngineUrl) -> Result<Vec<EngineModel>, EngineError> {
-        Ok(self.get::<answers::ModelList>(engine, "v1/models").await?.data)
+        Ok(self
+            .get::<answers::ModelList>(engine, "v1/models")
+            .await?
+            .data)
     }
 
     /// Its version: `GET /version`.
     pub async fn version(&self, engine: &EngineUrl) -> Result<String, EngineError> {
-        Ok(self.get::<answers::Version>(engine, "version").await?.version)
+        Ok(self
+            .get::<answers::Version>(engine, "version")
+            .await?
+            .version)
     }
 
     /// Its measures: `GET /metrics`.
     pub async fn metrics(&self, engine: &EngineUrl) -> Result<MetricsPage, EngineError> {
         let page = |page: &[u8]| {
-            let text = std::str::from_utf8(page).map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
+            let text = std::str::from_utf8(page)
+                .map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
             Ok(MetricsPage::read(text))
         };
         self.ask(&self.question(engine, "metrics"), page).await
     }
 
     /// Where its ranks publish their KV events: `GET /kv_event_sources`, in the order of the ranks.
-    pub async fn kv_event_sources(&self, engine: &EngineUrl) -> Result<Vec<EventsOfRank>, EngineError> {
-        self.get::<answers::EventSources>(engine, "kv_event_sources").await?.read()
+    pub async fn kv_event_sources(
+        &self,
+        engine: &EngineUrl,
+    ) -> Result<Vec<EventsOfRank>, EngineError> {
+        self.get::<answers::EventSources>(engine, "kv_event_sources")
+            .await?
+            .read()
     }
 
     /// Whether it says that it is well: `GET /health`.
@@ -291,7 +328,14 @@ impl EngineClient {
         body: Bytes,
         deadline: Duration,
     ) -> Result<T, EngineError> {
-        let call = Call { method: Method::POST, engine, path, body: Some(body), credentials: None, deadline };
+        let call = Call {
+            method: Method::POST,
+            engine,
+            path,
+            body: Some(body),
+            credentials: None,
+            deadline,
+        };
         self.ask(&call, read).await
     }
 
@@ -305,7 +349,14 @@ impl EngineClient {
         credentials: Option<HeaderValue>,
     ) -> Result<(), EngineError> {
         let deadline = self.shared.deadline;
-        let call = Call { method: Method::POST, engine, path, body: Some(body), credentials, deadline };
+        let call = Call {
+            method: Method::POST,
+            engine,
+            path,
+            body: Some(body),
+            credentials,
+            deadline,
+        };
         self.ask(&call, |_| Ok(())).await
     }
 
@@ -320,10 +371,19 @@ impl EngineClient {
 
     /// Passes a request on, and reads the answer.
     pub async fn forward(&self, forwarded: Forwarded<'_>) -> Result<Bytes, EngineError> {
-        let Forwarded { engine, path, mut headers, body, again, deadline } = forwarded;
+        let Forwarded {
+            engine,
+            path,
+            mut headers,
+            body,
+            again,
+            deadline,
+        } = forwarded;
         let shared = &self.shared;
         let asking = async {
-            let (path, query) = path.split_once('?').map_or((path, None), |(path, query)| (path, Some(query)));
+            let (path, query) = path
+                .split_once('?')
+                .map_or((path, None), |(path, query)| (path, Some(query)));
             let mut url = engine.join(path.trim_start_matches('/'));
             url.set_query(query);
             if shared.config.lend_token
@@ -333,7 +393,14 @@ impl EngineClient {
                 headers.insert(AUTHORIZATION, value);
             }
             headers.insert(CONTENT_TYPE, JSON);
-            let send = |body| shared.client.post(url.clone()).headers(headers.clone()).body(body).send();
+            let send = |body| {
+                shared
+                    .client
+                    .post(url.clone())
+                    .headers(headers.clone())
+                    .body(body)
+                    .send()
+            };
             let sent = Instant::now();
             let answered = match (send(body).await, again) {
                 (Err(error), Some(again)) if was_closing(&error, sent) => send(again).await,
@@ -341,12 +408,25 @@ impl EngineClient {
             };
             shared.answer(answered).await
         };
-        let _permit = shared.permits.try_acquire().map_err(|_| EngineError::Busy)?;
-        tokio::time::timeout(deadline, asking).await.map_err(|_| EngineError::Timeout)?.map(Bytes::from)
+        let _permit = shared
+            .permits
+            .try_acquire()
+            .map_err(|_| EngineError::Busy)?;
+        tokio::time::timeout(deadline, asking)
+            .await
+            .map_err(|_| EngineError::Timeout)?
+            .map(Bytes::from)
     }
 
     fn question<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> Call<'a> {
-        Call { method: Method::GET, engine, path, body: None, credentials: None, deadline: self.shared.deadline }
+        Call {
+            method: Method::GET,
+            engine,
+            path,
+            body: None,
+            credentials: None,
+            deadline: self.shared.deadline,
+        }
     }
 
     /// Asks, and reads the answer, which may be long and takes its time then.
@@ -355,11 +435,18 @@ impl EngineClient {
         call: &Call<'_>,
         read: impl FnOnce(&[u8]) -> Result<T, EngineError> + Send + 'static,
     ) -> Result<T, EngineError> {
-        let permit = self.shared.permits.clone().try_acquire_owned().map_err(|_| EngineError::Busy)?;
+        let permit = self
+            .shared
+            .permits
+            .clone()
+            .try_acquire_owned()
+            .map_err(|_| EngineError::Busy)?;
         let asking = async {
             let body = match self.shared.exchange(call).await {
                 // Its file may have changed since it was looked at.
-                Err(error) if error.is_denied() && self.shared.has_news().await => self.shared.exchange(call).await?,
+                Err(error) if error.is_denied() && self.shared.has_news().await => {
+                    self.shared.exchange(call).await?
+                }
                 answered => answered?,
             };
             if body.len() <= LARGE {
@@ -370,20 +457,27 @@ impl EngineClient {
                 let _permit = permit;
                 read(&body)
             };
-            tokio::task::spawn_blocking(reading).await.unwrap_or(Err(EngineError::Unreadable("its reader failed")))
+            tokio::task::spawn_blocking(reading)
+                .await
+                .unwrap_or(Err(EngineError::Unreadable("its reader failed")))
         };
-        tokio::time::timeout(call.deadline, asking).await.map_err(|_| EngineError::Timeout)?
+        tokio::time::timeout(call.deadline, asking)
+            .await
+            .map_err(|_| EngineError::Timeout)?
     }
 }
 
 fn permits(config: &EnginesConfig) -> Arc<Semaphore> {
-    Arc::new(Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)))
+    Arc::new(Semaphore::new(
+        (config.in_flight as usize).min(Semaphore::MAX_PERMITS),
+    ))
 }
 
 /// Who may vouch for engines, where that is configured.
 fn authorities(config: &EnginesConfig) -> Result<Option<Vec<u8>>, EngineError> {
     let read = |path: &PathBuf| {
-        std::fs::read(path).map_err(|error| EngineError::Client(format!("{}: {error}", path.display())))
+        std::fs::read(path)
+            .map_err(|error| EngineError::Client(format!("{}: {error}", path.display())))
     };
     config.ca_file.as_ref().map(read).transpose()
 }
@@ -404,7 +498,9 @@ impl Shared {
     }
 
     async fn exchange(&self, call: &Call<'_>) -> Result<Vec<u8>, EngineError> {
-        let mut request = self.client.request(call.method.clone(), call.engine.join(call.path));
+        let mut request = self
+            .client
+            .request(call.method.clone(), call.engine.join(call.path));
         if let Some(value) = self.token().await.or_else(|| call.credentials.clone()) {
             request = request.header(AUTHORIZATION, value);
         }
@@ -458,23 +554,37 @@ fn refused(status: StatusCode, text: &[u8]) -> EngineError {
     let code = status.as_u16();
     match code {
         // Engines say this of models and adapters, at endpoints that they do have.
-        404 if message.as_ref().is_some_and(|text: &Arc<str>| text.contains("does not exist")) => {
-            EngineError::Status { status: code, message }
+        404 if message
+            .as_ref()
+            .is_some_and(|text: &Arc<str>| text.contains("does not exist")) =>
+        {
+            EngineError::Status {
+                status: code,
+                message,
+            }
         }
         403 | 404 | 405 | 501 => EngineError::NotOffered(code),
-        _ => EngineError::Status { status: code, message },
+        _ => EngineError::Status {
+            status: code,
+            message,
+        },
     }
 }
 
 fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, EngineError> {
     // Not what serde says of it: that quotes what was sent.
-    serde_json::from_slice(body).map_err(|_| EngineError::Unreadable("not the JSON that was expected"))
+    serde_json::from_slice(body)
+        .map_err(|_| EngineError::Unreadable("not the JSON that was expected"))
 }
 
 fn broken(problem: &reqwest::Error) -> EngineError {
     // Who lets nobody in is not there, however long that takes to show.
     let late = problem.is_timeout() && !problem.is_connect();
-    if late { EngineError::Timeout } else { EngineError::Unreachable(told(problem)) }
+    if late {
+        EngineError::Timeout
+    } else {
+        EngineError::Unreachable(told(problem))
+    }
 }
 
 /// With its causes: the outermost says only that sending failed.

@@ -48,7 +48,10 @@ pub struct EngineAccess {
 impl EngineAccess {
     /// Shares the connections of `client`, with a separate limit of concurrent calls.
     pub fn new(client: &EngineClient, engines: &EnginesConfig) -> Self {
-        Self { client: client.apart(engines.token_file.clone(), AT_ONCE_TO_ALL), engines: engines.clone() }
+        Self {
+            client: client.apart(engines.token_file.clone(), AT_ONCE_TO_ALL),
+            engines: engines.clone(),
+        }
     }
 }
 
@@ -87,7 +90,11 @@ struct BoundSession {
 
 impl BoundSession {
     fn of(stay: &Stay) -> Self {
-        Self { worker: stay.target.worker, tenant: stay.tenant.clone(), id: stay.id.clone() }
+        Self {
+            worker: stay.target.worker,
+            tenant: stay.tenant.clone(),
+            id: stay.id.clone(),
+        }
     }
 }
 
@@ -135,7 +142,10 @@ struct Told {
 /// Whether the engine cannot have opened the session: it has no such endpoint. Any other refusal may come from a proxy, or
 /// mean that the session is open already, and a connection may break after the request was read.
 fn is_certain(error: &EngineError) -> bool {
-    matches!(error, EngineError::NotOffered(_) | EngineError::Client(_) | EngineError::Busy)
+    matches!(
+        error,
+        EngineError::NotOffered(_) | EngineError::Client(_) | EngineError::Busy
+    )
 }
 
 /// Whether the engine did not answer.
@@ -182,7 +192,11 @@ impl EngineSessions {
     /// there is none.
     pub async fn wait_until_open(&self, rank: WorkerRank, id: String, tenant: Option<Arc<str>>) {
         self.follow();
-        let session = BoundSession { worker: rank.worker, tenant, id };
+        let session = BoundSession {
+            worker: rank.worker,
+            tenant,
+            id,
+        };
         let opening = {
             let Known { bound, opening, .. } = &*self.known.lock();
             let opening = bound.get(&session).and_then(|place| opening.get(place));
@@ -198,7 +212,11 @@ impl EngineSessions {
     pub async fn run(&self) {
         // Calls in progress when the previous run ended are repeated.
         self.lanes.lock().restart();
-        self.known.lock().opening.values().for_each(|opening| _ = opening.settled.send_replace(true));
+        self.known
+            .lock()
+            .opening
+            .values()
+            .for_each(|opening| _ = opening.settled.send_replace(true));
         let mut running = FuturesUnordered::new();
         loop {
             self.follow();
@@ -221,11 +239,20 @@ impl EngineSessions {
         let mut lanes = self.lanes.lock();
         lanes.done(&told.place);
         let endpoint = told.place.endpoint;
-        if told.silence && !self.router.fleet().workers().any(|worker| worker.endpoint == endpoint) {
+        if told.silence
+            && !self
+                .router
+                .fleet()
+                .workers()
+                .any(|worker| worker.endpoint == endpoint)
+        {
             lanes.discard(endpoint);
             let mut known = self.known.lock();
             known.open.retain(|place| place.endpoint != endpoint);
-            let of_engine = known.opening.iter().filter(|(place, _)| place.endpoint == endpoint);
+            let of_engine = known
+                .opening
+                .iter()
+                .filter(|(place, _)| place.endpoint == endpoint);
             of_engine.for_each(|(_, opening)| _ = opening.settled.send_replace(true));
             self.metrics.engine_sessions.set(known.open.len() as i64);
         }
@@ -238,7 +265,12 @@ impl EngineSessions {
         let open: Vec<Place> = {
             let known = self.known.lock();
             let used: HashSet<&Place> = known.bound.values().filter(|_| has_heirs).collect();
-            known.open.iter().filter(|place| !used.contains(place)).cloned().collect()
+            known
+                .open
+                .iter()
+                .filter(|place| !used.contains(place))
+                .cloned()
+                .collect()
         };
         let closing = stream::iter(open).for_each_concurrent(AT_ONCE_AT_THE_END, |place| async {
             self.tell(place, Word::Close).await;
@@ -254,7 +286,10 @@ impl EngineSessions {
         let lanes = &mut *self.lanes.lock();
         for moved in self.sessions.moves() {
             match moved {
-                Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) | Moved::Inherited(stay)
+                Moved::Came(stay)
+                | Moved::Left(stay)
+                | Moved::HandedOver(stay)
+                | Moved::Inherited(stay)
                     if stay.group => {}
                 Moved::Came(stay) => {
                     if let Some(place) = self.came(&stay)
@@ -297,13 +332,20 @@ impl EngineSessions {
     /// Binds a session. Returns its place if it has to be opened: no other session has opened its id there.
     fn came(&self, stay: &Stay) -> Option<Place> {
         let endpoint = self.router.fleet().worker(stay.target.worker)?.endpoint;
-        let place = Place { endpoint, id: stay.id.clone() };
+        let place = Place {
+            endpoint,
+            id: stay.id.clone(),
+        };
         let mut known = self.known.lock();
         if !known.bind(BoundSession::of(stay), &place) {
             return None;
         }
         let deadline = Instant::now() + self.deadline();
-        let opening = SessionOpening { idle: stay.idle, deadline, settled: watch::Sender::new(false) };
+        let opening = SessionOpening {
+            idle: stay.idle,
+            deadline,
+            settled: watch::Sender::new(false),
+        };
         known.opening.insert(place.clone(), opening);
         Some(place)
     }
@@ -323,7 +365,10 @@ impl EngineSessions {
             Word::Close => self.known.lock().open.contains(&place),
         };
         if word == Word::Close && !known {
-            return Told { place, silence: false };
+            return Told {
+                place,
+                silence: false,
+            };
         }
         let told = self.call(&place, word).await;
         let is_open = match (word, &told) {
@@ -334,7 +379,9 @@ impl EngineSessions {
         if !is_open {
             self.known.lock().open.remove(&place);
         }
-        self.metrics.engine_sessions.set(self.known.lock().open.len() as i64);
+        self.metrics
+            .engine_sessions
+            .set(self.known.lock().open.len() as i64);
         if word == Word::Open {
             self.settle(&place);
         }
@@ -345,7 +392,10 @@ impl EngineSessions {
                 self.count(word, error.label());
             }
         }
-        Told { place, silence: told.is_err_and(|error| is_silence(&error)) }
+        Told {
+            place,
+            silence: told.is_err_and(|error| is_silence(&error)),
+        }
     }
 
     async fn call(&self, place: &Place, word: Word) -> Result<(), EngineError> {
@@ -356,16 +406,26 @@ impl EngineSessions {
         };
         let access = self.access.load_full();
         let engine = access.engines.url(place.endpoint);
-        let told = access.client.tell(&engine, path, body.to_string().into(), None);
-        timeout(self.config.timeout.get(), told).await.map_err(|_| EngineError::Timeout)?
+        let told = access
+            .client
+            .tell(&engine, path, body.to_string().into(), None);
+        timeout(self.config.timeout.get(), told)
+            .await
+            .map_err(|_| EngineError::Timeout)?
     }
 
     fn opening(&self, place: &Place) -> serde_json::Value {
-        let mut body = json!({ "capacity_of_str_len": self.config.capacity, "session_id": place.id });
+        let mut body =
+            json!({ "capacity_of_str_len": self.config.capacity, "session_id": place.id });
         if self.config.streaming {
             body["streaming"] = true.into();
         }
-        let idle = self.known.lock().opening.get(place).and_then(|opening| opening.idle);
+        let idle = self
+            .known
+            .lock()
+            .opening
+            .get(place)
+            .and_then(|opening| opening.idle);
         let idle = idle.or_else(|| self.config.idle.map(|idle| idle.get()));
         if let Some(idle) = idle {
             body["timeout"] = idle.as_secs_f64().into();
@@ -378,6 +438,9 @@ impl EngineSessions {
             Word::Open => "open",
             Word::Close => "close",
         };
-        self.metrics.engine_session_calls.get_or_create(&EngineSessionLabels { call, outcome }).inc();
+        self.metrics
+            .engine_session_calls
+            .get_or_create(&EngineSessionLabels { call, outcome })
+            .inc();
     }
 }

@@ -10,7 +10,9 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use crate::admission::{Admission, Attempt, Entered, Gate, Lane, Rejected, Turn};
-use crate::router::{Booked, Explanation, Moved, Prepared, Route, RouteError, RouteRequest, Router};
+use crate::router::{
+    Booked, Explanation, Moved, Prepared, Route, RouteError, RouteRequest, Router,
+};
 use crate::schedule::Pin;
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
 use crate::worker::{DpRank, Endpoint, ModelName, Worker, WorkerRank};
@@ -93,7 +95,11 @@ pub struct Admitted {
 impl Admitted {
     /// A request that was booked, outside of any session.
     pub fn new(booked: Booked) -> Self {
-        Self { booked, session: None, comes_back: false }
+        Self {
+            booked,
+            session: None,
+            comes_back: false,
+        }
     }
 
     /// Takes note of the endpoint that served the request: the booking moves there, and the session with it.
@@ -107,7 +113,9 @@ impl Admitted {
 
     /// Somebody else serves the request than was chosen.
     fn moved(&mut self, router: &Router, to: WorkerRank) {
-        let Some(hold) = &mut self.session else { return };
+        let Some(hold) = &mut self.session else {
+            return;
+        };
         // A hard session has its cache where it was before, and that one try did not reach its worker says little:
         // it comes back, as it does to a worker that had too much to do. If the worker is dead indeed, health takes
         // it out after a few such tries, and then the session goes with whom it got. Where the session was not served
@@ -145,7 +153,13 @@ impl Entrance {
         affinities: Option<Affinities>,
         queue_deadline: Duration,
     ) -> Arc<Self> {
-        Arc::new(Self { router, admission, affinities, queue_deadline, opening: OnceLock::new() })
+        Arc::new(Self {
+            router,
+            admission,
+            affinities,
+            queue_deadline,
+            opening: OnceLock::new(),
+        })
     }
 
     /// The router behind it.
@@ -160,7 +174,12 @@ impl Entrance {
         deadline: Duration,
         open: impl Fn(WorkerRank, &SessionWord) -> BoxFuture<'static, ()> + Send + Sync + 'static,
     ) {
-        self.opening.set(SessionOpener { deadline, open: Box::new(open) }).ok();
+        self.opening
+            .set(SessionOpener {
+                deadline,
+                open: Box::new(open),
+            })
+            .ok();
     }
 
     /// The waiting room.
@@ -170,11 +189,17 @@ impl Entrance {
 
     /// The sessions.
     pub fn sessions(&self) -> Option<&Arc<Sessions>> {
-        self.affinities.as_ref().map(|affinities| &affinities.sessions)
+        self.affinities
+            .as_ref()
+            .map(|affinities| &affinities.sessions)
     }
 
     /// Routes without booking, without entering the session and without a turn.
-    pub fn ask(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Result<Route, RouteError> {
+    pub fn ask(
+        &self,
+        mut request: RouteRequest,
+        session: Option<&SessionWord>,
+    ) -> Result<Route, RouteError> {
         self.follow(&mut request, session);
         self.router.ask(request)
     }
@@ -182,7 +207,9 @@ impl Entrance {
     /// Sends a request where its session is, without entering it.
     fn follow(&self, request: &mut RouteRequest, session: Option<&SessionWord>) {
         if let (Some(affinities), Some(word)) = (&self.affinities, session)
-            && let Some(target) = affinities.sessions.target(word.name(self.model(request).as_ref()))
+            && let Some(target) = affinities
+                .sessions
+                .target(word.name(self.model(request).as_ref()))
         {
             affinities.affinity.bind(request, target);
         }
@@ -203,13 +230,20 @@ impl Entrance {
         }
     }
 
-    fn follow_up(&self, admitted: &mut Admitted, mut request: RouteRequest) -> Result<(), RouteError> {
+    fn follow_up(
+        &self,
+        admitted: &mut Admitted,
+        mut request: RouteRequest,
+    ) -> Result<(), RouteError> {
         if let (Some(hold), Some(affinities)) = (&admitted.session, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
         }
         admitted.booked = self.router.route(request)?;
         let target = admitted.booked.route.to.rank;
-        if let Some(hold) = admitted.session.as_mut().filter(|hold| hold.target() != target)
+        if let Some(hold) = admitted
+            .session
+            .as_mut()
+            .filter(|hold| hold.target() != target)
             && !admitted.comes_back
         {
             hold.rebind(target);
@@ -225,14 +259,25 @@ impl Entrance {
     ) -> Result<(), RouteError> {
         let fleet = self.router.fleet();
         let Route { to, model, .. } = &admitted.booked.route;
-        let is_there =
-            |worker: &&Arc<Worker>| worker.model == *model && worker.endpoint.canonical() == endpoint.canonical();
-        let worker = fleet.workers().find(is_there).ok_or(RouteError::NoCandidate)?;
+        let is_there = |worker: &&Arc<Worker>| {
+            worker.model == *model && worker.endpoint.canonical() == endpoint.canonical()
+        };
+        let worker = fleet
+            .workers()
+            .find(is_there)
+            .ok_or(RouteError::NoCandidate)?;
         // The request still names the rank that it was to go to.
         let named = Some(to.rank.rank).filter(|rank| worker.ranks.contains(*rank));
-        let rank = (worker.ranks.size.get() > 1).then(|| named.unwrap_or(DpRank(worker.ranks.start)));
+        let rank =
+            (worker.ranks.size.get() > 1).then(|| named.unwrap_or(DpRank(worker.ranks.start)));
         let constraints = &mut request.constraints;
-        (constraints.pin, constraints.exclusive) = (Some(Pin { worker: worker.id, rank }), None);
+        (constraints.pin, constraints.exclusive) = (
+            Some(Pin {
+                worker: worker.id,
+                rank,
+            }),
+            None,
+        );
         request.affinity = None;
         admitted.booked = self.router.route(request)?;
         let target = admitted.booked.route.to.rank;
@@ -244,7 +289,10 @@ impl Entrance {
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
         self.follow(&mut request, session);
         let prepared = self.router.prepare(request);
-        let class = prepared.request().has_prompt().then(|| self.admission.class_of(&turn(&self.router, &prepared)));
+        let class = prepared
+            .request()
+            .has_prompt()
+            .then(|| self.admission.class_of(&turn(&self.router, &prepared)));
         self.router.explain_prepared(prepared, class)
     }
 
@@ -255,11 +303,16 @@ impl Entrance {
         session: Option<&SessionWord>,
         told: impl FnOnce(Duration),
     ) -> Result<Admitted, Refusal> {
-        let opening = self.opening.get().filter(|_| session.is_some_and(|word| word.parent.is_none()));
+        let opening = self
+            .opening
+            .get()
+            .filter(|_| session.is_some_and(|word| word.parent.is_none()));
         let more = opening.map_or(Duration::ZERO, |opening| opening.deadline);
         let mut told = Some(|wait: Duration| told(wait + more));
         let model = session.and_then(|_| self.model(&request));
-        let standing = self.session(session.map(|word| word.name(model.as_ref())), &mut told).await;
+        let standing = self
+            .session(session.map(|word| word.name(model.as_ref())), &mut told)
+            .await;
         let mut hard = None;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
@@ -294,7 +347,11 @@ impl Entrance {
         if let (Some(hold), Some(SessionWord { last: true, .. })) = (&hold, session) {
             hold.finish();
         }
-        let admitted = Admitted { booked, session: hold, comes_back };
+        let admitted = Admitted {
+            booked,
+            session: hold,
+            comes_back,
+        };
         if let (Some(opening), Some(word), Some(_)) = (opening, session, &admitted.session) {
             tell(&mut told, Duration::ZERO);
             // After the deadline the request is sent without an open session.
@@ -309,16 +366,29 @@ impl Entrance {
         let only = || {
             let fleet = self.router.fleet();
             let first = fleet.workers().next()?.model.clone();
-            fleet.workers().all(|worker| worker.model == first).then_some(first)
+            fleet
+                .workers()
+                .all(|worker| worker.model == first)
+                .then_some(first)
         };
         request.model.clone().or_else(only)
     }
 
-    async fn session(&self, session: Option<SessionName<'_>>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
-        let (Some(affinities), Some(name)) = (&self.affinities, session) else { return Standing::None };
+    async fn session(
+        &self,
+        session: Option<SessionName<'_>>,
+        told: &mut Option<impl FnOnce(Duration)>,
+    ) -> Standing {
+        let (Some(affinities), Some(name)) = (&self.affinities, session) else {
+            return Standing::None;
+        };
         let entry = match affinities.sessions.enter(name) {
             Ok(Entry::Wait(waiting)) => {
-                let queue = if self.admission.may_wait() { self.queue_deadline } else { Duration::ZERO };
+                let queue = if self.admission.may_wait() {
+                    self.queue_deadline
+                } else {
+                    Duration::ZERO
+                };
                 tell(told, affinities.wait + queue);
                 match timeout(affinities.wait, waiting).await {
                     Ok(entry) => entry,
@@ -339,7 +409,11 @@ impl Entrance {
         }
     }
 
-    async fn turn(&self, mut prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
+    async fn turn(
+        &self,
+        mut prepared: Prepared,
+        told: &mut Option<impl FnOnce(Duration)>,
+    ) -> Result<Booked, Refusal> {
         if !prepared.request().has_prompt() {
             return match self.router.place(&mut prepared, &Gate::default()) {
                 Attempt::Placed(booked) => Ok(booked),
@@ -375,7 +449,12 @@ fn turn(router: &Router, prepared: &Prepared) -> Turn {
 /// Those who compete for other workers do not stand in each other's way.
 fn lane(request: &RouteRequest) -> Lane {
     let constraints = &request.constraints;
-    let pinned = constraints.pin.and_then(|pin| Some(WorkerRank { worker: pin.worker, rank: pin.rank? }));
+    let pinned = constraints.pin.and_then(|pin| {
+        Some(WorkerRank {
+            worker: pin.worker,
+            rank: pin.rank?,
+        })
+    });
     if let Some(rank) = pinned.or(constraints.exclusive) {
         return Lane::Pinned(rank);
     }
@@ -386,7 +465,10 @@ fn lane(request: &RouteRequest) -> Lane {
     constraints.pool.hash(&mut hasher);
     constraints.endpoints.hash(&mut hasher);
     constraints.required_taints.hash(&mut hasher);
-    request.prefill_pin.map(|pin| (pin.worker, pin.rank)).hash(&mut hasher);
+    request
+        .prefill_pin
+        .map(|pin| (pin.worker, pin.rank))
+        .hash(&mut hasher);
     Lane::Among(hasher.finish())
 }
 

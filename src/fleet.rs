@@ -126,13 +126,18 @@ impl Fleet {
 
     /// The slots of all ranks that serve a model, whatever their role, in ascending order.
     pub fn serving(&self, model: &ModelName) -> &[Slot] {
-        self.by_model.get(model).map_or(&[], |serving| &serving.slots)
+        self.by_model
+            .get(model)
+            .map_or(&[], |serving| &serving.slots)
     }
 
     /// What those are who serve a model, or anything.
     pub fn kinds(&self, model: Option<&ModelName>) -> Kinds {
         match model {
-            Some(model) => self.by_model.get(model).map_or_else(Kinds::default, |serving| serving.kinds),
+            Some(model) => self
+                .by_model
+                .get(model)
+                .map_or_else(Kinds::default, |serving| serving.kinds),
             None => self.kinds,
         }
     }
@@ -148,18 +153,41 @@ impl Fleet {
         for worker in desired {
             wanted.entry(worker.id).or_insert(worker);
         }
-        let mut diff = Reconciled { fleet: self.clone(), added: vec![], removed: vec![], kept_changed: vec![] };
-        let same = |old: &Worker| wanted.get(&old.id).is_some_and(|worker| Identity::of(worker) == Identity::of(old));
-        let stays: BTreeSet<WorkerId> = self.workers().filter(|old| same(old)).map(|old| old.id).collect();
-        for member in self.members().filter(|member| !stays.contains(&member.rank.worker)) {
+        let mut diff = Reconciled {
+            fleet: self.clone(),
+            added: vec![],
+            removed: vec![],
+            kept_changed: vec![],
+        };
+        let same = |old: &Worker| {
+            wanted
+                .get(&old.id)
+                .is_some_and(|worker| Identity::of(worker) == Identity::of(old))
+        };
+        let stays: BTreeSet<WorkerId> = self
+            .workers()
+            .filter(|old| same(old))
+            .map(|old| old.id)
+            .collect();
+        for member in self
+            .members()
+            .filter(|member| !stays.contains(&member.rank.worker))
+        {
             diff.fleet.by_slot[member.slot.at()] = None;
             diff.removed.push(member.clone());
         }
         // A slot freed just now may still be written to by whoever has not heard of it: it rests for one generation.
-        let mut vacant = Vacant { resting: diff.removed.iter().map(|member| member.slot).collect(), next: 0 };
+        let mut vacant = Vacant {
+            resting: diff.removed.iter().map(|member| member.slot).collect(),
+            next: 0,
+        };
         let mut workers = BTreeMap::new();
         for (id, worker) in wanted {
-            let kept = self.workers.get(&id).filter(|old| stays.contains(&old.id)).cloned();
+            let kept = self
+                .workers
+                .get(&id)
+                .filter(|old| stays.contains(&old.id))
+                .cloned();
             let worker = match kept {
                 Some(old) if *old == worker => old,
                 Some(_) => diff.refresh(Arc::new(worker)),
@@ -184,7 +212,10 @@ impl Fleet {
         self.kinds = Kinds::default();
         for member in self.by_slot.iter().flatten() {
             self.by_rank.insert(member.rank, member.slot);
-            let serving = self.by_model.entry(member.worker.model.clone()).or_default();
+            let serving = self
+                .by_model
+                .entry(member.worker.model.clone())
+                .or_default();
             serving.slots.push(member.slot);
             serving.kinds.see(&member.worker);
             self.kinds.see(&member.worker);
@@ -195,8 +226,15 @@ impl Fleet {
 impl Reconciled {
     fn refresh(&mut self, worker: Arc<Worker>) -> Arc<Worker> {
         for rank in worker.ranks.iter() {
-            let Some(slot) = self.fleet.slot(WorkerRank { worker: worker.id, rank }) else { continue };
-            let Some(member) = self.fleet.by_slot[slot.at()].as_mut() else { continue };
+            let Some(slot) = self.fleet.slot(WorkerRank {
+                worker: worker.id,
+                rank,
+            }) else {
+                continue;
+            };
+            let Some(member) = self.fleet.by_slot[slot.at()].as_mut() else {
+                continue;
+            };
             member.worker = worker.clone();
             self.kept_changed.push(member.clone());
         }
@@ -206,7 +244,14 @@ impl Reconciled {
     fn admit(&mut self, worker: Arc<Worker>, vacant: &mut Vacant) -> Arc<Worker> {
         for rank in worker.ranks.iter() {
             let slot = vacant.take(&mut self.fleet.by_slot);
-            let member = Member { slot, rank: WorkerRank { worker: worker.id, rank }, worker: worker.clone() };
+            let member = Member {
+                slot,
+                rank: WorkerRank {
+                    worker: worker.id,
+                    rank,
+                },
+                worker: worker.clone(),
+            };
             self.fleet.by_slot[slot.at()] = Some(member.clone());
             self.added.push(member);
         }

@@ -31,7 +31,11 @@ pub struct HealthRules {
 
 impl Default for HealthRules {
     fn default() -> Self {
-        Self { failures: 3, first: Duration::from_secs(1), most: Duration::from_secs(60) }
+        Self {
+            failures: 3,
+            first: Duration::from_secs(1),
+            most: Duration::from_secs(60),
+        }
     }
 }
 
@@ -131,7 +135,11 @@ struct Out {
 
 impl Out {
     fn condition(&self, now: Instant) -> Condition {
-        if self.probe.is_none() && self.until <= now { Condition::Due } else { Condition::Out }
+        if self.probe.is_none() && self.until <= now {
+            Condition::Due
+        } else {
+            Condition::Out
+        }
     }
 }
 
@@ -147,7 +155,10 @@ pub struct Probe {
 impl Health {
     /// Everybody is well.
     pub fn new(rules: HealthRules) -> Arc<Self> {
-        Arc::new(Self { rules: RwLock::new(rules), ..Self::default() })
+        Arc::new(Self {
+            rules: RwLock::new(rules),
+            ..Self::default()
+        })
     }
 
     /// Judges by other rules from now on. Who is out stays out until it was to be tried.
@@ -170,7 +181,13 @@ impl Health {
     pub fn checked(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {
         let first = self.rules.read().first;
         let mut table = self.table.lock();
-        let Some(out) = table.troubles.get_mut(&worker).and_then(|trouble| trouble.out.as_mut()) else { return false };
+        let Some(out) = table
+            .troubles
+            .get_mut(&worker)
+            .and_then(|trouble| trouble.out.as_mut())
+        else {
+            return false;
+        };
         let is_back = is_healthy && out.is_down && out.early_ends < MOST_EARLY_ENDS;
         if is_back {
             out.until = out.until.min(now);
@@ -189,7 +206,10 @@ impl Health {
             return Condition::Well;
         }
         let table = self.table.lock();
-        let out = table.troubles.get(&worker).and_then(|trouble| trouble.out.as_ref());
+        let out = table
+            .troubles
+            .get(&worker)
+            .and_then(|trouble| trouble.out.as_ref());
         out.map_or(Condition::Well, |out| out.condition(now))
     }
 
@@ -199,8 +219,12 @@ impl Health {
             return BTreeMap::new();
         }
         let table = self.table.lock();
-        let out = table.troubles.iter().filter_map(|(worker, trouble)| Some((*worker, trouble.out.as_ref()?)));
-        out.map(|(worker, out)| (worker, out.condition(now))).collect()
+        let out = table
+            .troubles
+            .iter()
+            .filter_map(|(worker, trouble)| Some((*worker, trouble.out.as_ref()?)));
+        out.map(|(worker, out)| (worker, out.condition(now)))
+            .collect()
     }
 
     /// The right to try a worker that is [`Condition::Due`]; only one exists at a time.
@@ -213,7 +237,11 @@ impl Health {
         }
         out.probe = Some(ticket);
         table.tickets += 1;
-        Some(Probe { health: self.clone(), worker, ticket })
+        Some(Probe {
+            health: self.clone(),
+            worker,
+            ticket,
+        })
     }
 
     /// A worker left; one that comes back under its id is well.
@@ -259,7 +287,13 @@ impl Health {
         let goes_out = trouble.out.is_none() && trouble.failures >= rules.failures;
         let change = goes_out.then(|| {
             let period = rules.first.min(rules.most);
-            trouble.out = Some(Out { until: after(now, period), period, probe: None, is_down: false, early_ends: 0 });
+            trouble.out = Some(Out {
+                until: after(now, period),
+                period,
+                probe: None,
+                is_down: false,
+                early_ends: 0,
+            });
             Change::TakenOut(period)
         });
         self.count(&table);
@@ -293,7 +327,10 @@ impl Probe {
 
     fn is_under_way(&self) -> bool {
         let table = self.health.table.lock();
-        let out = table.troubles.get(&self.worker).and_then(|trouble| trouble.out.as_ref());
+        let out = table
+            .troubles
+            .get(&self.worker)
+            .and_then(|trouble| trouble.out.as_ref());
         out.is_some_and(|out| out.probe == Some(self.ticket))
     }
 

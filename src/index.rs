@@ -132,7 +132,10 @@ impl PrefixIndex {
     /// An index that holds nothing.
     pub fn new() -> Arc<Self> {
         let shards = (0..SHARDS).map(|_| RwLock::default()).collect();
-        Arc::new(Self { shards, seats: RwLock::default() })
+        Arc::new(Self {
+            shards,
+            seats: RwLock::default(),
+        })
     }
 
     /// The writer of a slot. It takes the slot over: what an earlier writer of the slot holds is no longer reported.
@@ -155,7 +158,9 @@ impl PrefixIndex {
     /// Finds what each slot has cached of a prompt. `into` is overwritten.
     pub fn overlaps(&self, hashes: &BlockHashes, into: &mut Overlaps) {
         into.clear();
-        let Some(&first) = hashes.locals().first() else { return };
+        let Some(&first) = hashes.locals().first() else {
+            return;
+        };
         let trie = read(&self.shards[shard_of(first)]);
         trie.walk(hashes, into);
         // Under the lock of the trie: a seat is given to another rank only after its traces have left all tries.
@@ -164,7 +169,12 @@ impl PrefixIndex {
         if plan.any_needs() {
             // An engine computes at least the last token of a prompt.
             let most = hashes.tokens().saturating_sub(1) / hashes.block_size().tokens();
-            into.limit(&trie, hashes.locals(), plan, u32::try_from(most).unwrap_or(u32::MAX));
+            into.limit(
+                &trie,
+                hashes.locals(),
+                plan,
+                u32::try_from(most).unwrap_or(u32::MAX),
+            );
         }
         into.settle(plan);
     }
@@ -181,28 +191,47 @@ impl PrefixIndex {
 
     /// Blocks on the device, and cache groups' shares of them, that a slot may have lost since events were; `None` where nobody writes for it, or is busy with them.
     pub fn doubted(&self, slot: Slot) -> Option<u64> {
-        Some(self.seats.read().seating(slot)?.1.doubts.try_lock()?.doubted())
+        Some(
+            self.seats
+                .read()
+                .seating(slot)?
+                .1
+                .doubts
+                .try_lock()?
+                .doubted(),
+        )
     }
 
     /// An engine found the first blocks of a prompt cached that was sent to it at some moment: those of them that it is
     /// known to hold are certain, unless events were lost since.
     pub fn found(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, sent: Moment) {
-        let Some(&first) = hashes.locals().first() else { return };
+        let Some(&first) = hashes.locals().first() else {
+            return;
+        };
         let shard = shard_of(first);
         let trie = self.shards[shard].read();
         let seats = self.seats.read();
-        let Some((seat, tally)) = seats.seating(slot) else { return };
+        let Some((seat, tally)) = seats.seating(slot) else {
+            return;
+        };
         // Whoever forgets holds it for long, and then it comes too late.
-        let Some(mut doubts) = tally.doubts.try_lock().filter(|doubts| doubts.any()) else { return };
+        let Some(mut doubts) = tally.doubts.try_lock().filter(|doubts| doubts.any()) else {
+            return;
+        };
         if tally.moment().gaps != sent.gaps {
             return;
         }
         let mut path = Vec::new();
         trie.trace(None, first_of(hashes, blocks), &mut path);
-        let place = |block| Place { shard: shard as u8, block };
+        let place = |block| Place {
+            shard: shard as u8,
+            block,
+        };
         for &block in &path {
             let fastest = trie.layers(block, seat).from(Tier::Device);
-            fastest.into_iter().for_each(|tier| _ = doubts.hear(place(block), tier));
+            fastest
+                .into_iter()
+                .for_each(|tier| _ = doubts.hear(place(block), tier));
         }
         let classes = seats.needs(seat).map_or(&[][..], |needs| &needs.classes);
         for (number, class) in classes.iter().enumerate() {
@@ -219,8 +248,16 @@ impl PrefixIndex {
 
     /// Whether one of the first blocks of a prompt left a slot's device after a moment and came again; `None` where that is
     /// not remembered.
-    pub fn regained_since(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, since: Moment) -> Option<bool> {
-        let Some(&first) = hashes.locals().first() else { return Some(false) };
+    pub fn regained_since(
+        &self,
+        hashes: &BlockHashes,
+        blocks: usize,
+        slot: Slot,
+        since: Moment,
+    ) -> Option<bool> {
+        let Some(&first) = hashes.locals().first() else {
+            return Some(false);
+        };
         let shard = shard_of(first);
         let trie = self.shards[shard].read();
         let mut path = Vec::new();
@@ -228,12 +265,17 @@ impl PrefixIndex {
         let path: HashSet<_> = path.into_iter().collect();
         let seats = self.seats.read();
         let gains = seats.seating(slot)?.1.gains.lock();
-        gains.since(since.stores, |place| usize::from(place.shard) == shard && path.contains(&place.block))
+        gains.since(since.stores, |place| {
+            usize::from(place.shard) == shard && path.contains(&place.block)
+        })
     }
 
     /// Counts what is held.
     pub fn stats(&self) -> IndexStats {
-        let mut stats = IndexStats { slots: self.seats.read().stats(), ..IndexStats::default() };
+        let mut stats = IndexStats {
+            slots: self.seats.read().stats(),
+            ..IndexStats::default()
+        };
         for slot in &stats.slots {
             stats.total.device += slot.counts.device;
             stats.total.host += slot.counts.host;

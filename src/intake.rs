@@ -202,12 +202,22 @@ impl Intake {
         let encoders = Arc::new(Semaphore::new(crew::size()));
         let large = LargeBodies::new(crew::size(), parts.limits.queue);
         let pool_authorities = PoolAuthorities::from(&parts.confine);
-        Arc::new(Self { parts, pool_authorities, encoders, queued: AtomicUsize::new(0), large, pace: Pace::default() })
+        Arc::new(Self {
+            parts,
+            pool_authorities,
+            encoders,
+            queued: AtomicUsize::new(0),
+            large,
+            pace: Pace::default(),
+        })
     }
 
     /// How far the tokens of each model are believed.
     pub fn standings(&self) -> impl Iterator<Item = (ModelName, Arc<Standing>)> + '_ {
-        self.parts.tokens.iter().map(|(model, source)| (model.clone(), source.standing.clone()))
+        self.parts
+            .tokens
+            .iter()
+            .map(|(model, source)| (model.clone(), source.standing.clone()))
     }
 
     /// The API of a request.
@@ -222,7 +232,8 @@ impl Intake {
 
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
-        self.take_for(self.pool_of(path, headers), path, headers, body).await
+        self.take_for(self.pool_of(path, headers), path, headers, body)
+            .await
     }
 
     /// Reads a request of which it is known which pool it is for.
@@ -244,23 +255,40 @@ impl Intake {
             }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        let mut taken = Taken { api, ..self.taken(encoded, headers, pool) };
+        let mut taken = Taken {
+            api,
+            ..self.taken(encoded, headers, pool)
+        };
         taken.request.computes = computes(api);
-        taken.times.extend(self.ask_others(&mut taken.request, true).await);
+        taken
+            .times
+            .extend(self.ask_others(&mut taken.request, true).await);
         taken
     }
 
     /// Reads a request without a limit of time, on this thread.
-    pub fn take_now(&self, pool: Option<Arc<str>>, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
+    pub fn take_now(
+        &self,
+        pool: Option<Arc<str>>,
+        path: &str,
+        headers: Headers<'_>,
+        body: &[u8],
+    ) -> Taken {
         let api = self.api(path, headers);
         let encoded = match api {
             Some(api) => {
-                let shown = Shown { bytes: Bytes::copy_from_slice(body), cut: None };
+                let shown = Shown {
+                    bytes: Bytes::copy_from_slice(body),
+                    cut: None,
+                };
                 self.encode_now(api, &self.told(headers), &shown)
             }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        let mut taken = Taken { api, ..self.taken(encoded, headers, pool) };
+        let mut taken = Taken {
+            api,
+            ..self.taken(encoded, headers, pool)
+        };
         taken.request.computes = computes(api);
         taken
     }
@@ -284,10 +312,28 @@ impl Intake {
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         request.foretold = encoded.foretold;
-        let control = encoded.extension.as_ref().and_then(|extension| extension.session_control.as_ref());
+        let control = encoded
+            .extension
+            .as_ref()
+            .and_then(|extension| extension.session_control.as_ref());
         let session = self.session(headers, encoded.session, control);
-        let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
-        Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
+        let Encoded {
+            asked_model,
+            tokens,
+            times,
+            unreadable,
+            ..
+        } = encoded;
+        Taken {
+            request,
+            api: None,
+            asked_model,
+            unreadable,
+            session,
+            query,
+            tokens,
+            times,
+        }
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {
@@ -295,7 +341,14 @@ impl Intake {
         let signs = self.parts.sessions.as_ref();
         let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
         let session_in_body = signs.is_some_and(|signs| signs.leave_it_to_the_body(headers));
-        Told { boundary, tenant, session_in_body, engine: Said::NotAsked, waited: Duration::ZERO, until: None }
+        Told {
+            boundary,
+            tenant,
+            session_in_body,
+            engine: Said::NotAsked,
+            waited: Duration::ZERO,
+            until: None,
+        }
     }
 
     async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
@@ -303,14 +356,29 @@ impl Intake {
             Body::Absent => return Encoded::without(api, 0, Reason::NoBody),
             Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
             Body::Streamed => return Encoded::without(api, 0, Reason::BodyStreamed),
-            Body::Shed { bytes, model } => return self.unkept(api, (*bytes, model), Reason::TokenizerBusy),
-            Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
-            Body::Cut { shown, length } => {
-                Shown { bytes: shown.clone(), cut: Some(TruncatedBody { length: *length, because: Reason::BodyCut }) }
+            Body::Shed { bytes, model } => {
+                return self.unkept(api, (*bytes, model), Reason::TokenizerBusy);
             }
+            Body::Whole(body) => Shown {
+                bytes: body.clone(),
+                cut: None,
+            },
+            Body::Cut { shown, length } => Shown {
+                bytes: shown.clone(),
+                cut: Some(TruncatedBody {
+                    length: *length,
+                    because: Reason::BodyCut,
+                }),
+            },
             Body::TooLarge { shown, bytes } => {
-                let cut = TruncatedBody { length: Some(*bytes), because: Reason::BodyTooLarge };
-                Shown { bytes: shown.clone(), cut: Some(cut) }
+                let cut = TruncatedBody {
+                    length: Some(*bytes),
+                    because: Reason::BodyTooLarge,
+                };
+                Shown {
+                    bytes: shown.clone(),
+                    cut: Some(cut),
+                }
             }
         };
         let bytes = shown.bytes.len();
@@ -320,17 +388,23 @@ impl Intake {
         let is_too_large = matches!(body, Body::TooLarge { .. });
         let body = shown.bytes.clone();
         let deadline = engine_tokens::left(self.parts.limits.deadline, &told);
-        let because = match tokio::time::timeout(deadline, self.encode_queued(api, told, shown)).await {
-            Ok(Some(encoded)) => return encoded,
-            Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
-            Ok(None) => Reason::TokenizerBusy,
-            Err(_) => Reason::Deadline,
-        };
+        let because =
+            match tokio::time::timeout(deadline, self.encode_queued(api, told, shown)).await {
+                Ok(Some(encoded)) => return encoded,
+                Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
+                Ok(None) => Reason::TokenizerBusy,
+                Err(_) => Reason::Deadline,
+            };
         self.unkept(api, (bytes, &openai::model_quickly(&body)), because)
     }
 
     /// A request of which nothing is known but its length and perhaps its model, so that it reaches a worker that serves it.
-    fn unkept(&self, api: Api, (bytes, model): (usize, &Option<String>), because: Reason) -> Encoded {
+    fn unkept(
+        &self,
+        api: Api,
+        (bytes, model): (usize, &Option<String>),
+        because: Reason,
+    ) -> Encoded {
         let mut encoded = Encoded::without(api, bytes, because);
         if model.is_some() {
             encoded.asks(model.clone(), &self.parts.models);
@@ -339,7 +413,12 @@ impl Intake {
     }
 
     /// Encodes on a thread for that; `None` when the queue is full.
-    async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
+    async fn encode_queued(
+        self: &Arc<Self>,
+        api: Api,
+        told: Told,
+        shown: Shown,
+    ) -> Option<Encoded> {
         let lane = self.large.acquire(shown.bytes.len()).await?;
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and what is lost is a panic already turned into an error.
@@ -367,15 +446,25 @@ impl Intake {
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         });
         // The time of a partial tokenization does not show how long a whole body takes.
-        if bytes.len() > self.parts.limits.inline && !matches!(encoded.prompt, Prompt::Beginning { .. }) {
-            let became = if encoded.ours { Became::Tokens } else { Became::Other };
+        if bytes.len() > self.parts.limits.inline
+            && !matches!(encoded.prompt, Prompt::Beginning { .. })
+        {
+            let became = if encoded.ours {
+                Became::Tokens
+            } else {
+                Became::Other
+            };
             self.pace.note(became, bytes.len(), began.elapsed());
         }
         self.judged(told, encoded)
     }
 
     fn session_in(&self, told: &Told, body: &[u8]) -> Option<String> {
-        self.parts.sessions.as_ref().filter(|_| told.session_in_body)?.in_body(body)
+        self.parts
+            .sessions
+            .as_ref()
+            .filter(|_| told.session_in_body)?
+            .in_body(body)
     }
 
     /// The model and the hashed prompt of a body, or why there is none. The model is kept even where the prompt fails,
@@ -396,7 +485,10 @@ impl Intake {
         encoded.times.push(("parse", clock.lap()));
         if let Some((text_bytes, because)) = unhashed(&request.prompt) {
             // The bytes of an image say nothing about its tokens, and are far more.
-            encoded.prompt = Prompt::Estimated { tokens: estimate(text_bytes), because };
+            encoded.prompt = Prompt::Estimated {
+                tokens: estimate(text_bytes),
+                because,
+            };
         }
         let cache = encoded.salt(told, &mut request, self.parts.clients.trusted);
         let Some(named) = encoded.asks(request.model.take(), &self.parts.models) else {
@@ -409,17 +501,28 @@ impl Intake {
             return encoded;
         }
         self.measure(&named, &mut request);
-        let salt = Salt { lora: named.adapter.clone(), cache };
+        let salt = Salt {
+            lora: named.adapter.clone(),
+            cache,
+        };
         if self.take_engine_tokens((&named, &salt), told, &request, &mut encoded) {
             return encoded;
         }
-        let brings_tokens = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
-        if matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media()) && !brings_tokens {
+        let brings_tokens = encoded
+            .extension
+            .as_ref()
+            .is_some_and(|extension| extension.token_data.is_some());
+        if matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media())
+            && !brings_tokens
+        {
             self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
             return encoded;
         }
         match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
-            Ok(TokenizedPrompts { mut prompts, stopped: Some(because) }) => {
+            Ok(TokenizedPrompts {
+                mut prompts,
+                stopped: Some(because),
+            }) => {
                 encoded.fail(because);
                 if prompts.len() == 1
                     && let Some(tokens) = prompts.pop()
@@ -428,8 +531,14 @@ impl Intake {
                     encoded.times.push(("hash", clock.lap()));
                 }
             }
-            Ok(TokenizedPrompts { prompts, stopped: None }) => {
-                let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
+            Ok(TokenizedPrompts {
+                prompts,
+                stopped: None,
+            }) => {
+                let hashes: Vec<_> = prompts
+                    .iter()
+                    .map(|tokens| named.resumed_hashes(tokens, &salt))
+                    .collect();
                 let prompts: Vec<_> = prompts.into_iter().map(Tokens::into_ids).collect();
                 encoded.tracked = self.tracked(&named, &prompts, &hashes, &salt);
                 encoded.prompt = Prompt::Hashed(hashes);
@@ -453,7 +562,9 @@ impl Intake {
             return None;
         }
         let names = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
-            self.tracked_content(named, &named.content(tokens, salt), hashes).unwrap_or_default().pop()
+            self.tracked_content(named, &named.content(tokens, salt), hashes)
+                .unwrap_or_default()
+                .pop()
         });
         names.collect()
     }
@@ -468,7 +579,10 @@ impl Intake {
         if self.parts.tracking == TrackingHash::Public {
             return None;
         }
-        let scope = Scope { model: named.model.name.as_str(), routing_group: "" };
+        let scope = Scope {
+            model: named.model.name.as_str(),
+            routing_group: "",
+        };
         Some(vec![self.parts.tracking.sequences(content, hashes, scope)])
     }
 }
@@ -476,7 +590,9 @@ impl Intake {
 /// Bytes of text in a prompt that is not hashed, and why it is not.
 fn unhashed(prompt: &openai::Prompt) -> Option<(usize, Reason)> {
     match prompt {
-        openai::Prompt::Chat(chat) if chat.has_media() => Some((chat.text_bytes(), Reason::Multimodal)),
+        openai::Prompt::Chat(chat) if chat.has_media() => {
+            Some((chat.text_bytes(), Reason::Multimodal))
+        }
         openai::Prompt::Opaque(opaque) => Some((opaque.text_bytes, hidden(*opaque))),
         openai::Prompt::Nothing => Some((0, Reason::NotInference)),
         _ => None,

@@ -64,7 +64,12 @@ pub struct SourceSpec {
 impl SourceSpec {
     /// Whose events these are and by which settings they are read: who has others makes other blocks of them.
     pub fn reading(&self) -> u64 {
-        let Self { engine, block_size, media: MediaTokens { image, video }, .. } = self;
+        let Self {
+            engine,
+            block_size,
+            media: MediaTokens { image, video },
+            ..
+        } = self;
         xxh3_64(format!("{engine} {} {image:?} {video:?}", block_size.0).as_bytes())
     }
 }

@@ -86,7 +86,11 @@ pub struct Mismatch {
 
 impl Mismatch {
     fn of(setting: &'static str, configured: &impl ToString, engine: &impl ToString) -> Self {
-        Self { setting, configured: configured.to_string(), engine: engine.to_string() }
+        Self {
+            setting,
+            configured: configured.to_string(),
+            engine: engine.to_string(),
+        }
     }
 }
 
@@ -109,7 +113,10 @@ impl Learned {
         {
             found.push(Mismatch::of("block_size", &configured.0, &engine.0));
         }
-        match (worker.capacity.total_kv_blocks, self.blocks_of(worker.block_size)) {
+        match (
+            worker.capacity.total_kv_blocks,
+            self.blocks_of(worker.block_size),
+        ) {
             (None, learned) => worker.capacity.total_kv_blocks = learned,
             (Some(configured), Some(engine)) if configured != engine => {
                 found.push(Mismatch::of("total_kv_blocks", &configured, &engine));
@@ -121,7 +128,11 @@ impl Learned {
             if worker.ranks == Ranks::ONE && worker.event_sources.is_empty() {
                 worker.ranks = engine;
             } else {
-                found.push(Mismatch::of("data_parallel", &told(worker.ranks), &told(engine)));
+                found.push(Mismatch::of(
+                    "data_parallel",
+                    &told(worker.ranks),
+                    &told(engine),
+                ));
             }
         }
         found.extend(self.fill_sources(worker));
@@ -135,11 +146,18 @@ impl Learned {
     }
 
     fn fill_sources(&self, worker: &mut Worker) -> Vec<Mismatch> {
-        let of_rank: Vec<Option<&EventSource>> =
-            worker.ranks.iter().map(|rank| self.event_sources.get(&rank.0)).collect();
+        let of_rank: Vec<Option<&EventSource>> = worker
+            .ranks
+            .iter()
+            .map(|rank| self.event_sources.get(&rank.0))
+            .collect();
         if worker.event_sources.is_empty() {
             // All or none: sources are counted by rank.
-            if let Some(all) = of_rank.into_iter().map(Option::<&EventSource>::cloned).collect::<Option<Vec<_>>>() {
+            if let Some(all) = of_rank
+                .into_iter()
+                .map(Option::<&EventSource>::cloned)
+                .collect::<Option<Vec<_>>>()
+            {
                 worker.event_sources = all;
             }
             return Vec::new();
@@ -148,12 +166,20 @@ impl Learned {
         for (configured, learned) in worker.event_sources.iter_mut().zip(of_rank) {
             let Some(learned) = learned else { continue };
             if port(&configured.endpoint) != port(&learned.endpoint) {
-                found.push(Mismatch::of("kv_events.endpoint", &configured.endpoint, &learned.endpoint));
+                found.push(Mismatch::of(
+                    "kv_events.endpoint",
+                    &configured.endpoint,
+                    &learned.endpoint,
+                ));
                 // Another publisher than the engine tells of; its replay is none of ours either.
                 continue;
             }
             if !learned.topic.starts_with(&configured.topic) {
-                found.push(Mismatch::of("kv_events.topic", &configured.topic, &learned.topic));
+                found.push(Mismatch::of(
+                    "kv_events.topic",
+                    &configured.topic,
+                    &learned.topic,
+                ));
             }
             match (&configured.replay, &learned.replay) {
                 (None, Some(_)) => configured.replay = learned.replay.clone(),
@@ -201,7 +227,12 @@ mod tests {
     }
 
     fn worker() -> Worker {
-        Worker::new(WorkerId(1), "10.0.0.1:8000".parse().unwrap(), "m".into(), size(16))
+        Worker::new(
+            WorkerId(1),
+            "10.0.0.1:8000".parse().unwrap(),
+            "m".into(),
+            size(16),
+        )
     }
 
     #[test]
@@ -214,12 +245,39 @@ mod tests {
         let cases = [
             (vec![], None, false, None),
             (vec![says(None, None)], None, false, None),
-            (vec![says(Some("a"), Some(8)), says(None, None), says(Some("a"), Some(8))], Some("a"), false, Some(8)),
-            (vec![says(Some("a"), Some(8)), says(None, None), says(Some("b"), Some(8))], None, true, Some(8)),
-            (vec![says(Some("a"), Some(8)), says(Some("a"), Some(9))], Some("a"), false, None),
+            (
+                vec![
+                    says(Some("a"), Some(8)),
+                    says(None, None),
+                    says(Some("a"), Some(8)),
+                ],
+                Some("a"),
+                false,
+                Some(8),
+            ),
+            (
+                vec![
+                    says(Some("a"), Some(8)),
+                    says(None, None),
+                    says(Some("b"), Some(8)),
+                ],
+                None,
+                true,
+                Some(8),
+            ),
+            (
+                vec![says(Some("a"), Some(8)), says(Some("a"), Some(9))],
+                Some("a"),
+                false,
+                None,
+            ),
         ];
         for (all, root, roots_differ, max_model_len) in cases {
-            let expected = Agreed { root: root.map(str::to_owned), roots_differ, max_model_len };
+            let expected = Agreed {
+                root: root.map(str::to_owned),
+                roots_differ,
+                max_model_len,
+            };
             assert_eq!(Agreed::of(all.iter()), expected, "{all:?}");
         }
     }
@@ -227,19 +285,41 @@ mod tests {
     #[test]
     fn capacity_is_counted_in_our_blocks() {
         // Tokens per block of ours and of the engine, its capacity, and how many of ours that is.
-        let cases = [(16, Some(64), 100, 400), (32, Some(16), 101, 50), (16, Some(16), 7, 7), (16, None, 7, 7)];
+        let cases = [
+            (16, Some(64), 100, 400),
+            (32, Some(16), 101, 50),
+            (16, Some(16), 7, 7),
+            (16, None, 7, 7),
+        ];
         for (ours, engine, total, expected) in cases {
-            let says = Learned { block_size: engine.map(size), total_kv_blocks: Some(total), ..Learned::default() };
-            let mut bare = Worker { block_size: size(ours), ..worker() };
+            let says = Learned {
+                block_size: engine.map(size),
+                total_kv_blocks: Some(total),
+                ..Learned::default()
+            };
+            let mut bare = Worker {
+                block_size: size(ours),
+                ..worker()
+            };
             assert_eq!(
-                (says.fill(&mut bare, &Given::default()), bare.capacity.total_kv_blocks),
+                (
+                    says.fill(&mut bare, &Given::default()),
+                    bare.capacity.total_kv_blocks
+                ),
                 (vec![], Some(expected))
             );
             // What is configured is compared in the same unit.
-            assert_eq!(says.fill(&mut bare, &Given::default()), [], "{ours} {engine:?}");
+            assert_eq!(
+                says.fill(&mut bare, &Given::default()),
+                [],
+                "{ours} {engine:?}"
+            );
             bare.capacity.total_kv_blocks = Some(expected + 1);
             let found = says.fill(&mut bare, &Given::default());
-            assert_eq!((found[0].setting, &found[0].engine), ("total_kv_blocks", &expected.to_string()));
+            assert_eq!(
+                (found[0].setting, &found[0].engine),
+                ("total_kv_blocks", &expected.to_string())
+            );
         }
     }
 
@@ -260,26 +340,47 @@ mod tests {
         let sources = [source(5557, Some(5657)), source(5558, Some(5658))];
         assert_eq!(learned(&sources).fill(&mut worker, &Given::default()), []);
         assert_eq!(worker.capacity.total_kv_blocks, Some(1024));
-        assert_eq!((worker.ranks.size.get(), &worker.event_sources[..]), (2, &sources[..]));
-        assert_eq!(worker.block_size, size(16), "its blocks are brought to ours");
+        assert_eq!(
+            (worker.ranks.size.get(), &worker.event_sources[..]),
+            (2, &sources[..])
+        );
+        assert_eq!(
+            worker.block_size,
+            size(16),
+            "its blocks are brought to ours"
+        );
     }
 
     #[test]
     fn what_is_configured_holds_and_both_values_are_told() {
         let mut worker = worker();
         worker.capacity.total_kv_blocks = Some(100);
-        worker.event_sources = vec![EventSource { topic: "other".to_owned(), ..source(5557, Some(7)) }];
+        worker.event_sources = vec![EventSource {
+            topic: "other".to_owned(),
+            ..source(5557, Some(7))
+        }];
         let before = worker.clone();
-        let given = Given { block_size: Some(size(16)), media_model: Some("served".to_owned()) };
-        let found = learned(&[source(5557, Some(5657)), source(5558, None)]).fill(&mut worker, &given);
+        let given = Given {
+            block_size: Some(size(16)),
+            media_model: Some("served".to_owned()),
+        };
+        let found =
+            learned(&[source(5557, Some(5657)), source(5558, None)]).fill(&mut worker, &given);
         assert_eq!(worker, before);
-        let found: Vec<_> = found.iter().map(|one| (one.setting, &one.configured[..], &one.engine[..])).collect();
+        let found: Vec<_> = found
+            .iter()
+            .map(|one| (one.setting, &one.configured[..], &one.engine[..]))
+            .collect();
         let expected = [
             ("media.model", "served", "org/m"),
             ("block_size", "16", "32"),
             ("total_kv_blocks", "100", "1024"),
             ("data_parallel", "1 from 0", "2 from 0"),
-            ("kv_events.replay", "tcp://10.0.0.1:7", "tcp://10.0.0.1:5657"),
+            (
+                "kv_events.replay",
+                "tcp://10.0.0.1:7",
+                "tcp://10.0.0.1:5657",
+            ),
             ("kv_events.topic", "other", "kv"),
         ];
         assert_eq!(found, expected);
@@ -291,14 +392,26 @@ mod tests {
             let mut worker = worker();
             worker.event_sources = vec![source(port, None)];
             let found = learned(&[source(5557, Some(5657))]).fill(&mut worker, &Given::default());
-            assert_eq!((&worker.event_sources[0].replay, found.is_empty()), (&replay, replay.is_some()));
+            assert_eq!(
+                (&worker.event_sources[0].replay, found.is_empty()),
+                (&replay, replay.is_some())
+            );
         }
     }
 
     #[test]
     fn sources_of_some_ranks_are_no_sources() {
-        let mut worker = Worker { ranks: Ranks { start: 0, size: NonZeroU32::new(2).unwrap() }, ..worker() };
+        let mut worker = Worker {
+            ranks: Ranks {
+                start: 0,
+                size: NonZeroU32::new(2).unwrap(),
+            },
+            ..worker()
+        };
         let found = learned(&[source(5557, None)]).fill(&mut worker, &Given::default());
-        assert_eq!((worker.event_sources.len(), found[0].setting), (0, "data_parallel"));
+        assert_eq!(
+            (worker.event_sources.len(), found[0].setting),
+            (0, "data_parallel")
+        );
     }
 }

@@ -77,7 +77,10 @@ impl Drop for ReadyGuard {
             match self.outcome {
                 StepOutcome::Complete => info!(step = self.name, waited, "startup: step complete"),
                 StepOutcome::TimedOut => {
-                    warn!(step = self.name, waited, "startup: gave up waiting; becoming ready without this step");
+                    warn!(
+                        step = self.name,
+                        waited, "startup: gave up waiting; becoming ready without this step"
+                    );
                 }
                 StepOutcome::Dropped => {}
             }
@@ -87,7 +90,9 @@ impl Drop for ReadyGuard {
 
 impl Default for Readiness {
     fn default() -> Self {
-        Self { pending: watch::Sender::new(BTreeSet::new()) }
+        Self {
+            pending: watch::Sender::new(BTreeSet::new()),
+        }
     }
 }
 
@@ -98,7 +103,12 @@ impl Readiness {
         self.pending.send_modify(|pending| {
             pending.insert(name.clone());
         });
-        ReadyGuard { name, readiness: self.clone(), since: Instant::now(), outcome: StepOutcome::Dropped }
+        ReadyGuard {
+            name,
+            readiness: self.clone(),
+            since: Instant::now(),
+            outcome: StepOutcome::Dropped,
+        }
     }
 
     /// What is still pending, in order.
@@ -141,7 +151,9 @@ where
     F: FnMut() -> Fut,
     Fut: Future<Output = anyhow::Result<()>>,
 {
-    let label = TaskLabel { task: name.to_owned() };
+    let label = TaskLabel {
+        task: name.to_owned(),
+    };
     let up = metrics.task_up.get_or_create_owned(&label);
     drop(metrics.task_restarts.get_or_create(&label));
     let mut backoff = Backoff::default();
@@ -163,7 +175,12 @@ where
         let wait = backoff.next(rand::random());
         match ended {
             Ok(()) => warn!(task = name, ?wait, "task ended; starting it again"),
-            Err(error) => warn!(task = name, ?wait, error = format!("{error:#}"), "task failed; starting it again"),
+            Err(error) => warn!(
+                task = name,
+                ?wait,
+                error = format!("{error:#}"),
+                "task failed; starting it again"
+            ),
         }
         metrics.task_restarts.get_or_create(&label).inc();
         tokio::select! {
@@ -176,7 +193,9 @@ where
 
 /// Drops the measures of a task that will not come back under this name.
 pub fn forget(name: &str, metrics: &Metrics) {
-    let label = TaskLabel { task: name.to_owned() };
+    let label = TaskLabel {
+        task: name.to_owned(),
+    };
     metrics.task_up.remove(&label);
     metrics.task_restarts.remove(&label);
 }
@@ -189,7 +208,9 @@ pub struct Backoff {
 
 impl Default for Backoff {
     fn default() -> Self {
-        Self { ceiling: Self::LEAST }
+        Self {
+            ceiling: Self::LEAST,
+        }
     }
 }
 
@@ -222,9 +243,14 @@ mod tests {
     #[test]
     fn what_takes_long_is_done_wherever_it_is_asked_and_others_are_served_meanwhile() {
         assert_eq!(aside(|| 7), 7);
-        let single = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let single = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
         assert_eq!(single.block_on(async { aside(|| 7) }), 7);
-        let one = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let one = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .build()
+            .unwrap();
         let (tell, told) = std::sync::mpsc::channel();
         let work = one.spawn(async move { aside(|| told.recv_timeout(Duration::from_secs(20))) });
         one.spawn(async move { tell.send(7).unwrap() });
@@ -293,7 +319,9 @@ mod tests {
         })
         .await;
         assert_eq!(tries, 3);
-        let label = TaskLabel { task: "test".to_owned() };
+        let label = TaskLabel {
+            task: "test".to_owned(),
+        };
         assert!(metrics.task_restarts.get_or_create(&label).get() >= 2);
         assert_eq!(metrics.task_up.get_or_create(&label).get(), 0);
     }

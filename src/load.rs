@@ -94,7 +94,11 @@ pub struct Booking {
 impl Booking {
     /// Tokens that the rank will have to prefill.
     fn prefill_tokens(&self) -> u64 {
-        let tokens = if self.track_prefill { self.prompt_tokens.saturating_sub(self.cached_tokens) } else { 0 };
+        let tokens = if self.track_prefill {
+            self.prompt_tokens.saturating_sub(self.cached_tokens)
+        } else {
+            0
+        };
         tokens.min(MOST_PREFILL)
     }
 }
@@ -185,7 +189,9 @@ impl LoadTracker {
     /// Of these reservations those of which nothing counts any more, by one look.
     fn gone<'a, K>(&self, held: impl Iterator<Item = (K, &'a Reservation)>) -> Vec<K> {
         let table = self.table.lock();
-        held.filter(|(_, reservation)| !reservation.counts_in(&table)).map(|(key, _)| key).collect()
+        held.filter(|(_, reservation)| !reservation.counts_in(&table))
+            .map(|(key, _)| key)
+            .collect()
     }
 
     /// What the clock says.
@@ -208,7 +214,9 @@ impl LoadTracker {
 
 impl fmt::Debug for LoadTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadTracker").field("table", &self.table).finish_non_exhaustive()
+        f.debug_struct("LoadTracker")
+            .field("table", &self.table)
+            .finish_non_exhaustive()
     }
 }
 
@@ -230,14 +238,20 @@ impl<'a> LoadView<'a> {
 
     /// What of the blocks of a request is not already held by live requests, on all slots at once.
     pub fn additional(&self, sequences: &Sequences) -> Additional {
-        Additional { blocks: sequences.blocks() as u64, held: self.table.held(sequences) }
+        Additional {
+            blocks: sequences.blocks() as u64,
+            held: self.table.held(sequences),
+        }
     }
 }
 
 impl Additional {
     /// So many on every slot, because nobody shares them.
     pub fn everywhere(blocks: u64) -> Self {
-        Self { blocks, held: Vec::new() }
+        Self {
+            blocks,
+            held: Vec::new(),
+        }
     }
 
     /// How many blocks on this slot.

@@ -288,7 +288,11 @@ impl Default for Metrics {
 impl Metrics {
     /// Renders the page. `refresh` sets the values that are read at each scrape. Pages are rendered one at a time, so `refresh`
     /// may clear families.
-    pub fn page(&self, format: TextFormat, refresh: impl FnOnce(&Self)) -> Result<String, std::fmt::Error> {
+    pub fn page(
+        &self,
+        format: TextFormat,
+        refresh: impl FnOnce(&Self),
+    ) -> Result<String, std::fmt::Error> {
         let registry = self.lock();
         refresh(self);
         let mut page = String::new();
@@ -303,12 +307,16 @@ impl Metrics {
 
     /// Notes the time that one stage of a decision took.
     pub fn stage(&self, stage: &'static str, took: std::time::Duration) {
-        self.decision_stage_microseconds.get_or_create(&StageLabel { stage }).observe(took.as_secs_f64() * 1e6);
+        self.decision_stage_microseconds
+            .get_or_create(&StageLabel { stage })
+            .observe(took.as_secs_f64() * 1e6);
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Registry> {
         // Registering cannot panic half-way, so a poisoned lock still guards a whole registry.
-        self.registry.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.registry
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -323,25 +331,33 @@ fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histo
 /// A family whose series all start at zero.
 fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
     let family = Family::default();
-    values.iter().for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    values
+        .iter()
+        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
     family
 }
 
 fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
     let family = Family::default();
-    values.iter().for_each(|&reason| drop(family.get_or_create(&ReasonLabel { reason })));
+    values
+        .iter()
+        .for_each(|&reason| drop(family.get_or_create(&ReasonLabel { reason })));
     family
 }
 
 fn outcome_histograms(values: &[&'static str]) -> Histograms<OutcomeLabel> {
     let family = histograms(seconds);
-    values.iter().for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    values
+        .iter()
+        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
     family
 }
 
 fn stages(values: &[&'static str]) -> Histograms<StageLabel> {
     let family = histograms(microseconds);
-    values.iter().for_each(|&stage| drop(family.get_or_create(&StageLabel { stage })));
+    values
+        .iter()
+        .for_each(|&stage| drop(family.get_or_create(&StageLabel { stage })));
     family
 }
 

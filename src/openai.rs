@@ -35,7 +35,9 @@ use thiserror::Error;
 
 pub use api::{Api, Shape};
 pub use chat::{Chat, Content, Message};
-pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints, SessionAction, SessionControl};
+pub use extension::{
+    AgentHints, Extension, QUERY, RoutingConstraints, SessionAction, SessionControl,
+};
 pub use field::text_of;
 pub use form::boundary;
 pub use json::{JsonError, JsonObject, JsonValue};
@@ -88,17 +90,32 @@ impl Request {
             Some(_) => longest.saturating_sub(1),
         };
         // Where no room is left, the engine decides what is wrong with the request.
-        self.tokenization.truncate_prompt_tokens = i64::try_from(room).ok().filter(|room| *room > 0).or(Some(-1));
+        self.tokenization.truncate_prompt_tokens = i64::try_from(room)
+            .ok()
+            .filter(|room| *room > 0)
+            .or(Some(-1));
     }
 
     /// Work whose tokens cannot be known, with so many bytes of text.
     fn by_load(model: Option<String>, text_bytes: usize) -> Self {
-        Self::of(model, Prompt::Opaque(Opaque { text_bytes, because: Hidden::Assembled }))
+        Self::of(
+            model,
+            Prompt::Opaque(Opaque {
+                text_bytes,
+                because: Hidden::Assembled,
+            }),
+        )
     }
 
     /// Work that goes on from something an engine remembers, with so many bytes of new text.
     fn remembered(model: Option<String>, text_bytes: usize) -> Self {
-        Self::of(model, Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered }))
+        Self::of(
+            model,
+            Prompt::Opaque(Opaque {
+                text_bytes,
+                because: Hidden::Remembered,
+            }),
+        )
     }
 }
 
@@ -204,7 +221,9 @@ impl From<serde_json::Error> for ParseError {
         // What is wrong with the shape comes with the value that has it. What was expected instead comes last.
         let place = format!(" at line {} column {}", error.line(), error.column());
         let message = text.strip_suffix(&place).unwrap_or(&text);
-        let named = ["missing field `", "duplicate field `"].iter().any(|known| message.starts_with(known));
+        let named = ["missing field `", "duplicate field `"]
+            .iter()
+            .any(|known| message.starts_with(known));
         let what = match message.rfind(", expected ") {
             _ if named => message,
             Some(at) => &message[at + 2..],
@@ -223,7 +242,11 @@ pub fn model_of(body: &[u8]) -> Option<String> {
     }
     // The derived reader would take a list for the fields in their order.
     let object = body.trim_ascii_start().starts_with(b"{");
-    object.then(|| serde_json::from_slice::<Named>(body).ok().map(|named| named.model))?
+    object.then(|| {
+        serde_json::from_slice::<Named>(body)
+            .ok()
+            .map(|named| named.model)
+    })?
 }
 
 /// Longest body that is looked through for its model alone, and the beginning of longer ones that is.
@@ -262,11 +285,14 @@ fn keeps_values(api: Api, text: &str) -> bool {
         // A value has a byte, and another that separates it from the next.
         _ if text.len() <= 2 * MOST_VALUES => false,
         Api::ChatCompletions | Api::Responses | Api::Messages => true,
-        Api::Embeddings | Api::Pooling | Api::Classify | Api::SglangGenerate => serde_json::from_str::<Kept<'_>>(text)
-            .is_ok_and(|kept| {
-                let nested = kept.lora_path.is_some_and(|raw| raw.get().starts_with(['[', '{']));
+        Api::Embeddings | Api::Pooling | Api::Classify | Api::SglangGenerate => {
+            serde_json::from_str::<Kept<'_>>(text).is_ok_and(|kept| {
+                let nested = kept
+                    .lora_path
+                    .is_some_and(|raw| raw.get().starts_with(['[', '{']));
                 kept.messages.is_some() || kept.chat_template_kwargs.is_some() || nested
-            }),
+            })
+        }
         _ => false,
     }
 }
@@ -282,7 +308,8 @@ pub fn is_too_much(api: Api, body: &[u8]) -> bool {
 /// Reads a request body. Nesting deeper than 128 levels is refused, and deeper than 200 in values for templates is not known, so
 /// that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
-    let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
+    let text =
+        std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
     // The derived readers would take a list for the fields in their order.
     if text.trim_start().starts_with(|c| c != '{') {
         return Err(ParseError::NotAnObject);
@@ -306,8 +333,11 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
         | Api::ImageGenerations
         | Api::ImageEdits
         | Api::ImageVariations => by_load::parse(text),
-        Api::CountTokens | Api::Conversations | Api::Tokenize | Api::Detokenize | Api::Render | Api::Models => {
-            Ok(Request::of(model_of(body), Prompt::Nothing))
-        }
+        Api::CountTokens
+        | Api::Conversations
+        | Api::Tokenize
+        | Api::Detokenize
+        | Api::Render
+        | Api::Models => Ok(Request::of(model_of(body), Prompt::Nothing)),
     }
 }

@@ -107,13 +107,21 @@ impl Standing {
 
     /// Other tokens of ours are to be compared, or none: what answers to canaries said is forgotten.
     pub fn forget_canaries(&self) -> Change {
-        self.change(None, |parity| parity.workers.values_mut().for_each(|known| known.canaries = Verdict::Untested))
+        self.change(None, |parity| {
+            parity
+                .workers
+                .values_mut()
+                .for_each(|known| known.canaries = Verdict::Untested)
+        })
     }
 
     /// Events are not compared any more, or told of other tokens of ours.
     pub fn forget_events(&self) -> Change {
         self.change(None, |parity| {
-            parity.workers.values_mut().for_each(|known| known.events = EventsVerdict::default());
+            parity
+                .workers
+                .values_mut()
+                .for_each(|known| known.events = EventsVerdict::default());
         })
     }
 
@@ -134,7 +142,13 @@ impl Standing {
 
     /// Blocks of a request to a worker were missing whose events do not tell all, so that it proves nothing.
     fn undecided(&self, worker: WorkerId) {
-        self.parity.lock().workers.entry(worker).or_default().events.undecided += 1;
+        self.parity
+            .lock()
+            .workers
+            .entry(worker)
+            .or_default()
+            .events
+            .undecided += 1;
     }
 
     /// Reserves a slot for one more checked request and begins to watch its prompt. Returns `None` if no slot is free, or there
@@ -193,9 +207,15 @@ impl Parity {
     pub fn differing(&self, model: Option<&ModelName>) -> Arc<BTreeSet<WorkerId>> {
         let models = self.models.load();
         match model {
-            Some(model) => models.get(model).map(|standing| standing.differing()).unwrap_or_default(),
+            Some(model) => models
+                .get(model)
+                .map(|standing| standing.differing())
+                .unwrap_or_default(),
             None => Arc::new(
-                models.values().flat_map(|standing| standing.differing().iter().copied().collect::<Vec<_>>()).collect(),
+                models
+                    .values()
+                    .flat_map(|standing| standing.differing().iter().copied().collect::<Vec<_>>())
+                    .collect(),
             ),
         }
     }
@@ -223,7 +243,11 @@ impl Parity {
 
     /// All standings.
     pub fn standings(&self) -> Vec<(ModelName, Arc<Standing>)> {
-        self.models.load().iter().map(|(model, standing)| (model.clone(), standing.clone())).collect()
+        self.models
+            .load()
+            .iter()
+            .map(|(model, standing)| (model.clone(), standing.clone()))
+            .collect()
     }
 }
 

@@ -112,18 +112,36 @@ impl PredictedRank {
 impl Predictor {
     /// A predictor that holds nothing.
     pub fn new(policy: Policy, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
-        Self::of(Rules { policy, beside_events: false, start: clock(), clock: Box::new(clock) })
+        Self::of(Rules {
+            policy,
+            beside_events: false,
+            start: clock(),
+            clock: Box::new(clock),
+        })
     }
 
     /// A predictor for ranks that publish events: a prediction stands in for events until they come, so it ends a fixed time
     /// after the request was sent, whenever it is confirmed.
-    pub fn beside_events(policy: Policy, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
-        Self::of(Rules { policy, beside_events: true, start: clock(), clock: Box::new(clock) })
+    pub fn beside_events(
+        policy: Policy,
+        clock: impl Fn() -> Instant + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Self::of(Rules {
+            policy,
+            beside_events: true,
+            start: clock(),
+            clock: Box::new(clock),
+        })
     }
 
     fn of(rules: Rules) -> Arc<Self> {
         let rules = Arc::new(rules);
-        Arc::new(Self { index: PrefixIndex::new(), in_flight: PrefixIndex::new(), ranks: RwLock::default(), rules })
+        Arc::new(Self {
+            index: PrefixIndex::new(),
+            in_flight: PrefixIndex::new(),
+            ranks: RwLock::default(),
+            rules,
+        })
     }
 
     /// Begins to predict for a rank; `capacity` is its number of KV blocks, if known. If the slot was open, what was
@@ -133,9 +151,16 @@ impl Predictor {
         let policy = self.rules.policy.for_capacity(capacity);
         // An engine refuses a prompt that does not fit its cache.
         let most_in_flight = policy.most_blocks().min(capacity.unwrap_or(u64::MAX));
-        let in_flight = InFlightPrompts::new(self.in_flight.paths(slot), most_in_flight, self.rules.clone());
+        let in_flight = InFlightPrompts::new(
+            self.in_flight.paths(slot),
+            most_in_flight,
+            self.rules.clone(),
+        );
         let confirmed = Rank::new(self.index.paths(slot), rank, policy, self.rules.clone());
-        let opened = PredictedRank { confirmed: Arc::new(confirmed), in_flight: Arc::new(in_flight) };
+        let opened = PredictedRank {
+            confirmed: Arc::new(confirmed),
+            in_flight: Arc::new(in_flight),
+        };
         let mut ranks = self.ranks.write();
         if ranks.len() <= slot.at() {
             ranks.resize(slot.at() + 1, None);
@@ -155,14 +180,17 @@ impl Predictor {
 
     /// Records a prompt that an engine accepted. Nothing is recorded if the slot has another owner by now.
     pub fn record(&self, slot: Slot, rank: WorkerRank, prompt: &BlockHashes) -> Lease {
-        self.find(slot, rank).map_or_else(Lease::none, |found| found.confirmed.record(prompt))
+        self.find(slot, rank)
+            .map_or_else(Lease::none, |found| found.confirmed.record(prompt))
     }
 
     /// Records a prompt that is sent now; it counts for concurrent requests until it is confirmed or dropped. Nothing is
     /// recorded if the slot has another owner by now.
     pub fn send(&self, slot: Slot, rank: WorkerRank, prompt: &BlockHashes) -> InFlightPrompt {
         let found = self.find(slot, rank);
-        found.map_or_else(InFlightPrompt::none, |found| found.in_flight.record(prompt, found.confirmed))
+        found.map_or_else(InFlightPrompt::none, |found| {
+            found.in_flight.record(prompt, found.confirmed)
+        })
     }
 
     fn find(&self, slot: Slot, rank: WorkerRank) -> Option<PredictedRank> {
@@ -204,7 +232,9 @@ impl Predictor {
     pub fn stats(&self) -> PredictStats {
         let mut stats = PredictStats::default();
         for (slot, rank) in self.ranks.read().iter().enumerate() {
-            let Some(found) = rank.as_ref().and_then(|rank| rank.stats(Slot(slot as u32))) else { continue };
+            let Some(found) = rank.as_ref().and_then(|rank| rank.stats(Slot(slot as u32))) else {
+                continue;
+            };
             stats.in_flight += found.in_flight;
             stats.blocks += found.blocks;
             stats.generated += found.generated;

@@ -185,7 +185,9 @@ pub struct Encoder {
 
 impl std::fmt::Debug for Encoder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Encoder").field("templates", &self.templates).finish_non_exhaustive()
+        f.debug_struct("Encoder")
+            .field("templates", &self.templates)
+            .finish_non_exhaustive()
     }
 }
 
@@ -213,16 +215,38 @@ impl Encoder {
         traits: &Traits,
         now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
     ) -> Result<Self, LoadError> {
-        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config, traits)?;
-        let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
+        let Loaded {
+            tokenizer,
+            templates,
+            special_tokens,
+            special_tokens_doubt,
+        } = files::load(config, traits)?;
+        let templates = templates
+            .map(|sources| Templates::compile(sources, special_tokens, now))
+            .transpose()?;
         let templates = templates.map(|templates| templates.of_engine(traits.engine));
         let id_of = |token: &str| tokenizer.token_to_id(token);
-        let rules = traits.media.as_ref().map(|media| Rules::new(media, &traits.name, id_of)).transpose();
-        let rules = rules.map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
+        let rules = traits
+            .media
+            .as_ref()
+            .map(|media| Rules::new(media, &traits.name, id_of))
+            .transpose();
+        let rules = rules.map_err(|problem| LoadError::Content {
+            path: config.tokenizer.clone(),
+            problem,
+        })?;
         let (engine, rules) = (traits.engine, rules.unwrap_or_default());
         let frame = resume::frame(&tokenizer).ok();
         let tokenizer = Checked::new(tokenizer);
-        Ok(Self { tokenizer, frame, templates, special_tokens_doubt, engine, rules, resumer: None })
+        Ok(Self {
+            tokenizer,
+            frame,
+            templates,
+            special_tokens_doubt,
+            engine,
+            rules,
+            resumer: None,
+        })
     }
 
     /// Whether conversations can be rendered.
@@ -263,7 +287,10 @@ impl Encoder {
     /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
     pub fn encode(&self, request: &Request) -> Result<Encoded, EncodeError> {
         let rendered = self.render(request)?;
-        Ok(Encoded { prompts: self.tokenize(&rendered)?, exact: rendered.exact })
+        Ok(Encoded {
+            prompts: self.tokenize(&rendered)?,
+            exact: rendered.exact,
+        })
     }
 
     /// The texts that the engine will tokenise.
@@ -281,17 +308,26 @@ impl Encoder {
         };
         match &request.prompt {
             Prompt::Texts(texts) => {
-                let texts = texts.iter().map(|text| Cow::Borrowed(text.as_str())).collect();
+                let texts = texts
+                    .iter()
+                    .map(|text| Cow::Borrowed(text.as_str()))
+                    .collect();
                 Ok(rendered(Source::Texts(texts), true, Exactness::Exact))
             }
             Prompt::Tokens(tokens) => Ok(rendered(Source::Tokens(tokens), true, Exactness::Exact)),
             Prompt::Embeddings => Err(EncodeError::Embeddings),
             Prompt::TooMany => Err(EncodeError::TooMany),
-            Prompt::Opaque(_) | Prompt::Nothing => Err(EncodeError::uncertain("only the engine knows its tokens")),
+            Prompt::Opaque(_) | Prompt::Nothing => {
+                Err(EncodeError::uncertain("only the engine knows its tokens"))
+            }
             Prompt::Chat(chat) => {
                 let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
                 let (text, exact) = templates.render(chat)?;
-                Ok(rendered(Source::Texts(vec![Cow::Owned(text)]), false, exact))
+                Ok(rendered(
+                    Source::Texts(vec![Cow::Owned(text)]),
+                    false,
+                    exact,
+                ))
             }
         }
     }
@@ -299,7 +335,11 @@ impl Encoder {
     /// The tokens of rendered prompts, of which those that earlier prompts began with are taken over: the same as
     /// [`Encoder::tokenize`] gives. Prompts with different names `apart` (the salt of the engine's cache) take over nothing
     /// from one another, so that nobody learns from the time what others sent.
-    pub fn tokenize_resuming(&self, rendered: &Rendered<'_>, apart: Option<&str>) -> Result<Vec<Tokens>, EncodeError> {
+    pub fn tokenize_resuming(
+        &self,
+        rendered: &Rendered<'_>,
+        apart: Option<&str>,
+    ) -> Result<Vec<Tokens>, EncodeError> {
         let all = self.tokenize_within(rendered, apart, &TokenBudget::UNLIMITED)?;
         Ok(all.into_iter().map(|bounded| bounded.tokens).collect())
     }
@@ -311,7 +351,10 @@ impl Encoder {
         let named_side = rendered.tokenization.truncation_side;
         let side = named_side.unwrap_or(tokenizer_side);
         match &rendered.prompts {
-            Source::Tokens(lists) => Ok(lists.iter().map(|tokens| truncated(tokens, keep, side).to_vec()).collect()),
+            Source::Tokens(lists) => Ok(lists
+                .iter()
+                .map(|tokens| truncated(tokens, keep, side).to_vec())
+                .collect()),
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
                 self.refuse_doubt(special)?;
@@ -335,7 +378,13 @@ impl Encoder {
         }
     }
 
-    fn tokens_of(&self, text: &str, special: bool, keep: Option<usize>, side: Side) -> Result<Vec<u32>, EncodeError> {
+    fn tokens_of(
+        &self,
+        text: &str,
+        special: bool,
+        keep: Option<usize>,
+        side: Side,
+    ) -> Result<Vec<u32>, EncodeError> {
         let frame = self.frame.as_ref().filter(|_| special);
         if special && frame.is_none() {
             return self.tokens_in_unknown_frame(text, keep, side);
@@ -354,16 +403,33 @@ impl Encoder {
     }
 
     /// The tokens of a text with what a post-processor adds that nothing is known of.
-    fn tokens_in_unknown_frame(&self, text: &str, keep: Option<usize>, side: Side) -> Result<Vec<u32>, EncodeError> {
+    fn tokens_in_unknown_frame(
+        &self,
+        text: &str,
+        keep: Option<usize>,
+        side: Side,
+    ) -> Result<Vec<u32>, EncodeError> {
         let library = self.tokenizer.library();
         let encode = |text, special| library.encode_fast(text, special).map_err(failed);
-        let Some(keep) = keep else { return Ok(ids(&encode(text, true)?)) };
-        let bare = cut(encode(text, false)?, room(keep, encode("", true)?.len())?, side);
-        library.post_process(bare, None, true).map(|encoding| ids(&encoding)).map_err(failed)
+        let Some(keep) = keep else {
+            return Ok(ids(&encode(text, true)?));
+        };
+        let bare = cut(
+            encode(text, false)?,
+            room(keep, encode("", true)?.len())?,
+            side,
+        );
+        library
+            .post_process(bare, None, true)
+            .map(|encoding| ids(&encoding))
+            .map_err(failed)
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "the form in which errors are mapped")]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the form in which errors are mapped"
+)]
 fn failed(error: tokenizers::Error) -> EncodeError {
     EncodeError::Tokenize(error.to_string())
 }
@@ -374,16 +440,21 @@ fn ids(encoding: &Encoding) -> Vec<u32> {
 
 /// How many tokens of the text itself are kept.
 fn room(keep: usize, added: usize) -> Result<usize, EncodeError> {
-    keep.checked_sub(added).ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
+    keep.checked_sub(added)
+        .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
 }
 
 /// How many tokens truncation keeps, if it is asked for.
 fn kept_tokens(tokenization: Tokenization) -> Result<Option<usize>, EncodeError> {
     match tokenization.truncate_prompt_tokens {
         None => Ok(None),
-        Some(-1) => Err(EncodeError::uncertain("truncation to the model's length, which only the engine knows")),
+        Some(-1) => Err(EncodeError::uncertain(
+            "truncation to the model's length, which only the engine knows",
+        )),
         Some(keep) if keep > 0 => Ok(usize::try_from(keep).ok()),
-        Some(keep) => Err(EncodeError::uncertain(format!("truncate_prompt_tokens is {keep}"))),
+        Some(keep) => Err(EncodeError::uncertain(format!(
+            "truncate_prompt_tokens is {keep}"
+        ))),
     }
 }
 

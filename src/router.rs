@@ -89,7 +89,12 @@ pub struct Router {
 
 impl Router {
     /// A router with an empty fleet. `seed` makes the choice between ties repeatable.
-    pub fn new(index: Arc<PrefixIndex>, load: Arc<LoadTracker>, settings: RouterSettings, seed: u64) -> Self {
+    pub fn new(
+        index: Arc<PrefixIndex>,
+        load: Arc<LoadTracker>,
+        settings: RouterSettings,
+        seed: u64,
+    ) -> Self {
         Self {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
@@ -125,7 +130,8 @@ impl Router {
 
     /// Puts another fleet in its place.
     pub fn publish(&self, fleet: Arc<Fleet>) {
-        self.overload.retain(|worker| fleet.worker(worker).is_some());
+        self.overload
+            .retain(|worker| fleet.worker(worker).is_some());
         self.health.retain(|worker| fleet.worker(worker).is_some());
         self.fleet.store(fleet);
     }
@@ -155,7 +161,9 @@ impl Router {
         self.overload.set_thresholds(settings.overload);
         self.health.set_rules(settings.health);
         self.settings.store(Arc::new(settings));
-        self.fleet().members().for_each(|member| self.limit_blocks(member));
+        self.fleet()
+            .members()
+            .for_each(|member| self.limit_blocks(member));
     }
 
     /// Limits the blocks that the index holds of a worker rank, by its capacity and the settings.
@@ -195,7 +203,11 @@ impl Router {
 
     /// How many bookings of other routers are reckoned with, on the average.
     pub fn unheard(&self) -> f64 {
-        self.unheard.load().values().map(|unheard| unheard.bookings).sum()
+        self.unheard
+            .load()
+            .values()
+            .map(|unheard| unheard.bookings)
+            .sum()
     }
 
     /// Chooses and books at once.
@@ -221,8 +233,12 @@ impl Router {
             overlaps: Vec::new(),
             blocks: Blocks::of(&request),
             weights: overrides.apply(&settings.weights),
-            reuse: overrides.assume_kv_reuse.unwrap_or(settings.tracking.assume_kv_reuse),
-            track_prefill: overrides.track_prefill_tokens.unwrap_or(settings.tracking.prefill_tokens),
+            reuse: overrides
+                .assume_kv_reuse
+                .unwrap_or(settings.tracking.assume_kv_reuse),
+            track_prefill: overrides
+                .track_prefill_tokens
+                .unwrap_or(settings.tracking.prefill_tokens),
             settings,
             index_time: Duration::ZERO,
             trust: self.sources.table(),
@@ -245,9 +261,16 @@ impl Router {
         prepared.differing = self.differing(&prepared.request);
         for (nth, hashes) in prompt.blocks().iter().enumerate() {
             // The last token of a beginning is not the last of the prompt.
-            let tokens = if let Prompt::Beginning { .. } = prompt { prompt.tokens() as usize } else { hashes.tokens() };
+            let tokens = if let Prompt::Beginning { .. } = prompt {
+                prompt.tokens() as usize
+            } else {
+                hashes.tokens()
+            };
             let table = self.cached_where((nth, hashes), remote, &fleet);
-            prepared.overlaps.push(Looked { tokens, ..Looked::new(table, hashes) });
+            prepared.overlaps.push(Looked {
+                tokens,
+                ..Looked::new(table, hashes)
+            });
         }
         prepared.index_time = started.elapsed();
     }
@@ -262,14 +285,16 @@ impl Router {
         let started = Instant::now();
         let mut fleet = self.fleet_of(prepared);
         loop {
-            let placed = self.pools(&fleet, prepared).and_then(|pools| self.book(prepared, &pools, gate));
+            let placed = self
+                .pools(&fleet, prepared)
+                .and_then(|pools| self.book(prepared, &pools, gate));
             match placed {
                 Err(Undecided::Outrun) => {}
                 Err(Undecided::Busy) => return Attempt::Busy,
                 // Those it looked for may have left, and others come, while it looked.
-                Err(Undecided::Refused(RouteError::NoCandidate | RouteError::NoFleet | RouteError::Unsatisfied))
-                    if self.fleet.load().generation() != fleet.generation() =>
-                {
+                Err(Undecided::Refused(
+                    RouteError::NoCandidate | RouteError::NoFleet | RouteError::Unsatisfied,
+                )) if self.fleet.load().generation() != fleet.generation() => {
                     fleet = self.fleet_of(prepared);
                 }
                 Err(Undecided::Refused(error)) => return Attempt::Refused(error),
@@ -285,15 +310,27 @@ impl Router {
     }
 
     /// Chooses and books in one critical section.
-    fn book(&self, prepared: &Prepared, pools: &Pools<'_>, gate: &Gate) -> Result<Booked, Undecided> {
-        let decision =
-            Decision { prepared, pools, settings: &prepared.settings, gate, unheard: Some(&self.unheard.load()) };
+    fn book(
+        &self,
+        prepared: &Prepared,
+        pools: &Pools<'_>,
+        gate: &Gate,
+    ) -> Result<Booked, Undecided> {
+        let decision = Decision {
+            prepared,
+            pools,
+            settings: &prepared.settings,
+            gate,
+            unheard: Some(&self.unheard.load()),
+        };
         let mut decided = None;
         let reservation = self.load.book_with(|view| {
             let mut random = self.random.lock();
             let legs = decision.decide(view, &mut *random)?;
             let probes = self.probes(&legs, pools, view.now())?;
-            let mut bookings = legs.bookings(prepared, &prepared.settings, |count| unshared(count, &mut *random));
+            let mut bookings = legs.bookings(prepared, &prepared.settings, |count| {
+                unshared(count, &mut *random)
+            });
             if prepared.settings.tracking.prefill_durations {
                 self.durations.estimate(&legs, &mut bookings);
             }
@@ -331,7 +368,10 @@ impl Router {
             gate: &Gate::default(),
             unheard: None,
         };
-        let legs = self.load.look(|view| decision.decide(view, &mut *self.random.lock())).map_err(RouteError::from)?;
+        let legs = self
+            .load
+            .look(|view| decision.decide(view, &mut *self.random.lock()))
+            .map_err(RouteError::from)?;
         Ok(self.describe(&prepared, &legs, &pools.standings))
     }
 
@@ -355,10 +395,18 @@ impl Router {
     fn standings(&self, members: &[&Member], settings: &RouterSettings) -> Standings {
         let now = self.load.now();
         let overloaded = match settings.overload.any() {
-            true => self.load.look(|view| self.overload.overloaded(members, now, |member| occupancy(view, member))),
-            false => self.overload.overloaded(members, now, |_| Occupancy::default()),
+            true => self.load.look(|view| {
+                self.overload
+                    .overloaded(members, now, |member| occupancy(view, member))
+            }),
+            false => self
+                .overload
+                .overloaded(members, now, |_| Occupancy::default()),
         };
-        Standings { overloaded, unwell: self.health.unwell(now) }
+        Standings {
+            overloaded,
+            unwell: self.health.unwell(now),
+        }
     }
 
     fn describe(&self, prepared: &Prepared, legs: &Legs<'_>, standings: &Standings) -> Route {
@@ -387,7 +435,13 @@ impl Router {
             block_size: leg.question.block_size,
             expected_output_tokens: prepared.request.expected_output_tokens,
             prompt_tokens: leg.question.prompt_tokens,
-            prompt_blocks: prepared.request.prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
+            prompt_blocks: prepared
+                .request
+                .prompt
+                .blocks()
+                .iter()
+                .map(|hashes| hashes.len() as u64)
+                .sum(),
             overlap: prepared.overlap(member),
             trust: prepared.standing(member).trust,
             predicted_cached_tokens: prepared.cached_tokens(member, true),
@@ -421,7 +475,12 @@ impl Router {
     }
 
     /// The step of the ladder: what is known of the prompt, and of the candidates' caches.
-    fn mode(&self, prepared: &Prepared, chosen: &Member, candidates: &[&Member]) -> (Mode, Option<Reason>) {
+    fn mode(
+        &self,
+        prepared: &Prepared,
+        chosen: &Member,
+        candidates: &[&Member],
+    ) -> (Mode, Option<Reason>) {
         let told = |member: &Member| prepared.overlap(member).total() > 0;
         let counts = |member: &&Member| prepared.standing(member).trust.counts(told(member));
         let away = self.is_away(&prepared.request.remote);
@@ -433,11 +492,22 @@ impl Router {
             // Hardly anything was shown.
             Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
             _ if prepared.differs(chosen) => (Mode::LoadOnly, Some(Reason::ParityMismatch)),
-            _ if away => (if guessed { Mode::Approximate } else { Mode::LoadOnly }, Some(Reason::IndexAway)),
+            _ if away => (
+                if guessed {
+                    Mode::Approximate
+                } else {
+                    Mode::LoadOnly
+                },
+                Some(Reason::IndexAway),
+            ),
             _ if guessed => (Mode::Approximate, because),
-            _ if !candidates.iter().any(counts) => (Mode::LoadOnly, Some(prepared.why_cold(candidates))),
+            _ if !candidates.iter().any(counts) => {
+                (Mode::LoadOnly, Some(prepared.why_cold(candidates)))
+            }
             // It was not chosen for anything that it was known to hold.
-            _ if prepared.is_unusable(chosen) => (Mode::LoadOnly, Some(prepared.why_cold(&[chosen]))),
+            _ if prepared.is_unusable(chosen) => {
+                (Mode::LoadOnly, Some(prepared.why_cold(&[chosen])))
+            }
             Prompt::Beginning { .. } => (Mode::Partial, because),
             Prompt::Hashed(_) => (Mode::Exact, None),
         }
@@ -447,11 +517,15 @@ impl Router {
 /// Blocks of the shared cache beyond those on the device of the worker that computes the prompt.
 fn shared_beyond_device(legs: &Legs<'_>) -> u64 {
     let leg = legs.prefill.as_ref().unwrap_or(&legs.decode);
-    leg.question.shared_beyond(leg.candidates[leg.choice.index].overlap.device)
+    leg.question
+        .shared_beyond(leg.candidates[leg.choice.index].overlap.device)
 }
 
 fn occupancy(view: &LoadView<'_>, member: &Member) -> Occupancy {
-    Occupancy { load: view.load(member.slot, member.rank).unwrap_or_default(), reported_usage: None }
+    Occupancy {
+        load: view.load(member.slot, member.rank).unwrap_or_default(),
+        reported_usage: None,
+    }
 }
 
 fn destination(member: &Member) -> Destination {

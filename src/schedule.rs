@@ -17,7 +17,9 @@ use rand::{Rng, RngExt};
 
 pub use cost::Cost;
 use cost::Scale;
-pub use eligible::{Constraints, Excluded, Ineligible, PlaceUnknown, Standing, eligible, preference, verdicts};
+pub use eligible::{
+    Constraints, Excluded, Ineligible, PlaceUnknown, Standing, eligible, preference, verdicts,
+};
 pub use overload::{Occupancy, Overload, Overloaded, Thresholds};
 pub use overrides::Overrides;
 pub use pins::{NamedWorkers, Pin};
@@ -52,13 +54,23 @@ impl Question {
     pub fn new(prompt_tokens: u64, block_size: BlockSize) -> Self {
         let tracked_blocks = prompt_tokens / block_size.tokens() as u64;
         let role = Role::Aggregated;
-        Self { prompt_tokens, block_size, track_prefill: true, role, tracked_blocks, shared: Vec::new() }
+        Self {
+            prompt_tokens,
+            block_size,
+            track_prefill: true,
+            role,
+            tracked_blocks,
+            shared: Vec::new(),
+        }
     }
 
     /// Blocks of the shared cache that lie beyond what a device holds.
     pub fn shared_beyond(&self, device: u32) -> u64 {
         let beyond = |range: &Range<u32>| range.end.saturating_sub(range.start.max(device));
-        self.shared.iter().map(|range| u64::from(beyond(range))).sum()
+        self.shared
+            .iter()
+            .map(|range| u64::from(beyond(range)))
+            .sum()
     }
 
     /// Blocks that the prompt takes, the partial tail included.
@@ -112,9 +124,18 @@ pub struct Choice {
 }
 
 /// Chooses. `None` only when there is no candidate.
-pub fn choose(question: &Question, candidates: &[Candidate], weights: &Weights, rng: &mut impl Rng) -> Option<Choice> {
+pub fn choose(
+    question: &Question,
+    candidates: &[Candidate],
+    weights: &Weights,
+    rng: &mut impl Rng,
+) -> Option<Choice> {
     let scale = Scale::new(question, candidates, weights);
-    let Found { index, ties, most_cached } = if weights.router_temperature > 0.0 {
+    let Found {
+        index,
+        ties,
+        most_cached,
+    } = if weights.router_temperature > 0.0 {
         sample(candidates, &scale, weights.router_temperature, rng)?
     } else {
         cheapest(candidates, &scale, rng)?
@@ -138,7 +159,10 @@ pub fn choose(question: &Question, candidates: &[Candidate], weights: &Weights, 
 /// What each candidate would cost, in their order: the very numbers that [`choose`] compares.
 pub fn costs(question: &Question, candidates: &[Candidate], weights: &Weights) -> Vec<Cost> {
     let scale = Scale::new(question, candidates, weights);
-    candidates.iter().map(|candidate| scale.cost(candidate)).collect()
+    candidates
+        .iter()
+        .map(|candidate| scale.cost(candidate))
+        .collect()
 }
 
 /// Whom a choice found.
@@ -169,31 +193,62 @@ fn cheapest(candidates: &[Candidate], scale: &Scale<'_>, rng: &mut impl Rng) -> 
             Some(_) if total < least => (index, 1),
             Some((kept, ties)) if total == least => {
                 let ties = ties + 1;
-                (if rng.random_range(0..ties) == 0 { index } else { kept }, ties)
+                (
+                    if rng.random_range(0..ties) == 0 {
+                        index
+                    } else {
+                        kept
+                    },
+                    ties,
+                )
             }
             Some(_) => continue,
         });
         least = total;
     }
-    found.map(|(index, ties)| Found { index, ties, most_cached })
+    found.map(|(index, ties)| Found {
+        index,
+        ties,
+        most_cached,
+    })
 }
 
 /// Draws with probability proportional to `exp(-(cost - least) / (range * temperature))`. Dividing by the range makes the
 /// temperature free of the scale of the costs.
-fn sample(candidates: &[Candidate], scale: &Scale<'_>, temperature: f64, rng: &mut impl Rng) -> Option<Found> {
-    let mut costs: Vec<f64> = candidates.iter().map(|candidate| scale.total(candidate)).collect();
+fn sample(
+    candidates: &[Candidate],
+    scale: &Scale<'_>,
+    temperature: f64,
+    rng: &mut impl Rng,
+) -> Option<Found> {
+    let mut costs: Vec<f64> = candidates
+        .iter()
+        .map(|candidate| scale.total(candidate))
+        .collect();
     let bounds = |costs: &[f64]| {
-        costs.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &cost| (low.min(cost), high.max(cost)))
+        costs
+            .iter()
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &cost| {
+                (low.min(cost), high.max(cost))
+            })
     };
     let (mut low, mut high) = bounds(&costs);
     if !(high - low).is_finite() {
         let magnitude = low.abs().max(high.abs()).min(f64::MAX);
-        costs.iter_mut().for_each(|cost| *cost = cost.clamp(f64::MIN, f64::MAX) / magnitude);
+        costs
+            .iter_mut()
+            .for_each(|cost| *cost = cost.clamp(f64::MIN, f64::MAX) / magnitude);
         (low, high) = bounds(&costs);
     }
     let range = high - low;
     // The cheapest is certain by definition; its exponent may be 0 / 0 where the temperature is next to nothing.
-    let likelihood = |cost: f64| if cost > low { (-(cost - low) / (range * temperature)).exp() } else { 1.0 };
+    let likelihood = |cost: f64| {
+        if cost > low {
+            (-(cost - low) / (range * temperature)).exp()
+        } else {
+            1.0
+        }
+    };
     let sum: f64 = costs.iter().map(|&cost| likelihood(cost)).sum();
     let draw: f64 = rng.random();
     let mut cumulative = 0.0;
@@ -201,8 +256,15 @@ fn sample(candidates: &[Candidate], scale: &Scale<'_>, temperature: f64, rng: &m
         cumulative += likelihood(cost) / sum;
         cumulative >= draw
     });
-    let most_cached = candidates.iter().map(|candidate| candidate.overlap.total()).max()?;
-    hit.or(candidates.len().checked_sub(1)).map(|index| Found { index, ties: 1, most_cached })
+    let most_cached = candidates
+        .iter()
+        .map(|candidate| candidate.overlap.total())
+        .max()?;
+    hit.or(candidates.len().checked_sub(1)).map(|index| Found {
+        index,
+        ties: 1,
+        most_cached,
+    })
 }
 
 #[cfg(test)]

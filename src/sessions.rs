@@ -38,12 +38,19 @@ pub struct SessionRules {
 
 impl SessionRules {
     /// The shortest and the longest time that can be asked for.
-    pub const TTL: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(31_536_000);
+    pub const TTL: std::ops::RangeInclusive<Duration> =
+        Duration::from_secs(1)..=Duration::from_secs(31_536_000);
 
     /// Refuses values outside their range: the name of the rule and what is wrong with it.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
         if !Self::TTL.contains(&self.ttl) {
-            return Err(("ttl", format!("is {:?}, but must be from 1 s to 31,536,000 s (a year)", self.ttl)));
+            return Err((
+                "ttl",
+                format!(
+                    "is {:?}, but must be from 1 s to 31,536,000 s (a year)",
+                    self.ttl
+                ),
+            ));
         }
         let positive = [
             ("most_sessions", self.most_sessions),
@@ -59,7 +66,12 @@ impl SessionRules {
 
 impl Default for SessionRules {
     fn default() -> Self {
-        Self { ttl: Duration::from_secs(600), most_sessions: 65_536, most_sessions_per_tenant: 16_384, longest_id: 256 }
+        Self {
+            ttl: Duration::from_secs(600),
+            most_sessions: 65_536,
+            most_sessions_per_tenant: 16_384,
+            longest_id: 256,
+        }
     }
 }
 
@@ -165,7 +177,9 @@ pub struct Sessions {
 
 impl fmt::Debug for Sessions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sessions").field("table", &self.table).finish_non_exhaustive()
+        f.debug_struct("Sessions")
+            .field("table", &self.table)
+            .finish_non_exhaustive()
     }
 }
 
@@ -206,9 +220,17 @@ pub struct Waiting {
 
 impl Sessions {
     /// No session. The clock must not go backwards.
-    pub fn new(rules: SessionRules, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
+    pub fn new(
+        rules: SessionRules,
+        clock: impl Fn() -> Instant + Send + Sync + 'static,
+    ) -> Arc<Self> {
         let table = Mutex::new(Table::new(rules));
-        Arc::new(Self { clock: Box::new(clock), table, hear: OnceLock::new(), hear_words: OnceLock::new() })
+        Arc::new(Self {
+            clock: Box::new(clock),
+            table,
+            hear: OnceLock::new(),
+            hear_words: OnceLock::new(),
+        })
     }
 
     /// A request of a session arrives.
@@ -217,7 +239,11 @@ impl Sessions {
         let (key, step, number) = self.change(|table| {
             let key = Arc::new(table.key(name)?);
             let step = table.enter(&key, now)?;
-            let number = if let Step::Wait = step { table.wait() } else { 0 };
+            let number = if let Step::Wait = step {
+                table.wait()
+            } else {
+                0
+            };
             Ok((key, step, number))
         })?;
         Ok(self.entry(key, step, number))
@@ -277,9 +303,27 @@ impl Sessions {
     fn entry(self: &Arc<Self>, key: Arc<Key>, step: Step, waiter: u64) -> Entry {
         let sessions = self.clone();
         match step {
-            Step::Bound { number, target } => Entry::Bound(Hold { seat: Seat { sessions, key, number }, target }),
-            Step::First { number } => Entry::First(Binding { seat: Seat { sessions, key, number }, decided: false }),
-            Step::Wait => Entry::Wait(Waiting { sessions, key, number: waiter }),
+            Step::Bound { number, target } => Entry::Bound(Hold {
+                seat: Seat {
+                    sessions,
+                    key,
+                    number,
+                },
+                target,
+            }),
+            Step::First { number } => Entry::First(Binding {
+                seat: Seat {
+                    sessions,
+                    key,
+                    number,
+                },
+                decided: false,
+            }),
+            Step::Wait => Entry::Wait(Waiting {
+                sessions,
+                key,
+                number: waiter,
+            }),
         }
     }
 }
@@ -294,7 +338,8 @@ impl Hold {
     /// anew, that one's word counts.
     pub fn rebind(&mut self, target: WorkerRank) {
         let now = (self.seat.sessions.clock)();
-        self.seat.change(|table, key, number| table.rebind(key, number, target, now));
+        self.seat
+            .change(|table, key, number| table.rebind(key, number, target, now));
         self.target = target;
     }
 
@@ -308,23 +353,30 @@ impl Hold {
 impl Drop for Hold {
     fn drop(&mut self) {
         let now = (self.seat.sessions.clock)();
-        self.seat.change(|table, key, number| table.release(key, number, now));
+        self.seat
+            .change(|table, key, number| table.release(key, number, now));
     }
 }
 
 impl Binding {
     /// Sets the time without a request after which the engine may close the session.
     pub fn set_idle(&self, idle: Duration) {
-        self.seat.change(|table, key, number| table.set_idle(key, number, idle));
+        self.seat
+            .change(|table, key, number| table.set_idle(key, number, idle));
     }
 
     /// The session goes there, with all that wait for it.
     pub fn bind(mut self, target: WorkerRank) -> Hold {
         self.decided = true;
         let now = (self.seat.sessions.clock)();
-        let waiters = self.seat.change(|table, key, number| table.bind(key, number, target, now));
+        let waiters = self
+            .seat
+            .change(|table, key, number| table.bind(key, number, target, now));
         waiters.into_iter().for_each(Waker::wake);
-        Hold { seat: self.seat.clone(), target }
+        Hold {
+            seat: self.seat.clone(),
+            target,
+        }
     }
 }
 
@@ -332,7 +384,9 @@ impl Drop for Binding {
     fn drop(&mut self) {
         if !self.decided {
             let now = (self.seat.sessions.clock)();
-            let waiters = self.seat.change(|table, key, number| table.unbind(key, number, now));
+            let waiters = self
+                .seat
+                .change(|table, key, number| table.unbind(key, number, now));
             waiters.into_iter().for_each(Waker::wake);
         }
     }
@@ -340,7 +394,8 @@ impl Drop for Binding {
 
 impl Seat {
     fn change<T>(&self, change: impl FnOnce(&mut Table, &Arc<Key>, u64) -> T) -> T {
-        self.sessions.change(|table| change(table, &self.key, self.number))
+        self.sessions
+            .change(|table| change(table, &self.key, self.number))
     }
 }
 
@@ -350,10 +405,15 @@ impl Future for Waiting {
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let now = (self.sessions.clock)();
         // The former waker is dropped with the table free, because whose it is may come back here.
-        let (step, _former) = self.sessions.change(|table| match table.enter(&self.key, now) {
-            Ok(Step::Wait) => (Ok(Step::Wait), table.listen(&self.key, self.number, context.waker())),
-            step => (step, None),
-        });
+        let (step, _former) = self
+            .sessions
+            .change(|table| match table.enter(&self.key, now) {
+                Ok(Step::Wait) => (
+                    Ok(Step::Wait),
+                    table.listen(&self.key, self.number, context.waker()),
+                ),
+                step => (step, None),
+            });
         match step {
             Ok(Step::Wait) => Poll::Pending,
             Ok(step) => Poll::Ready(Ok(self.sessions.entry(self.key.clone(), step, 0))),

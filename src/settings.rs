@@ -35,13 +35,23 @@ pub struct ConfigError {
 impl ConfigError {
     /// A mistake of the file as a whole.
     pub fn of_file(path: &Path, problem: impl Into<String>) -> Self {
-        Self { path: path.to_owned(), line: None, column: None, problem: problem.into() }
+        Self {
+            path: path.to_owned(),
+            line: None,
+            column: None,
+            problem: problem.into(),
+        }
     }
 
     /// A mistake at a place in the file.
     pub fn at(path: &Path, place: Place, problem: impl Into<String>) -> Self {
         let known = |number: usize| (number > 0).then_some(number);
-        Self { path: path.to_owned(), line: known(place.line), column: known(place.column), problem: problem.into() }
+        Self {
+            path: path.to_owned(),
+            line: known(place.line),
+            column: known(place.column),
+            problem: problem.into(),
+        }
     }
 }
 
@@ -57,7 +67,10 @@ impl fmt::Display for ConfigError {
 
 /// Whether it may stand in front of the colon of an ordinary header.
 pub fn is_header_name(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+    !name.is_empty()
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
 }
 
 /// The words that stand nearest to `word` among `known`, for "did you mean".
@@ -72,7 +85,11 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 
 fn likeness(a: &str, b: &str) -> f64 {
     // Two letters swapped in a short word are one slip of the finger, yet far apart by the share of equal letters.
-    let slip = if strsim::osa_distance(a, b) == 1 { 0.9 } else { 0.0 };
+    let slip = if strsim::osa_distance(a, b) == 1 {
+        0.9
+    } else {
+        0.0
+    };
     strsim::jaro_winkler(a, b).max(slip)
 }
 
@@ -88,10 +105,18 @@ impl Document {
         let text = std::str::from_utf8(bytes).map_err(|error| {
             let before = &bytes[..error.valid_up_to()];
             let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
-            ConfigError::at(path, Place { line, column: 0 }, "this is not UTF-8 text; save the file as UTF-8")
+            ConfigError::at(
+                path,
+                Place { line, column: 0 },
+                "this is not UTF-8 text; save the file as UTF-8",
+            )
         })?;
-        let tree = tree::parse(text).map_err(|(place, problem)| ConfigError::at(path, place, problem))?;
-        Ok(Self { path: path.to_owned(), tree })
+        let tree =
+            tree::parse(text).map_err(|(place, problem)| ConfigError::at(path, place, problem))?;
+        Ok(Self {
+            path: path.to_owned(),
+            tree,
+        })
     }
 
     /// The content, each value with its place.
@@ -102,17 +127,19 @@ impl Document {
     /// Reads the content as a `T`; all mistakes of form, in the order of the file.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
         reader::read(&self.tree).map_err(|mistakes| {
-            self.in_order(mistakes.into_iter().map(|(place, problem)| ConfigError::at(&self.path, place, problem)))
+            self.in_order(
+                mistakes
+                    .into_iter()
+                    .map(|(place, problem)| ConfigError::at(&self.path, place, problem)),
+            )
         })
     }
 
     /// Gives each problem the line of the value at fault, in the order of the file.
     pub fn locate(&self, problems: Vec<Problem>) -> Vec<ConfigError> {
-        self.in_order(
-            problems
-                .into_iter()
-                .map(|problem| ConfigError::at(&self.path, self.tree.place_of(&problem.trail), problem.text)),
-        )
+        self.in_order(problems.into_iter().map(|problem| {
+            ConfigError::at(&self.path, self.tree.place_of(&problem.trail), problem.text)
+        }))
     }
 
     fn in_order(&self, errors: impl Iterator<Item = ConfigError>) -> Vec<ConfigError> {

@@ -48,10 +48,17 @@ enum From {
 impl Takeover {
     /// Nothing is asked or read yet.
     pub fn new(settings: &TakeoverConfig) -> anyhow::Result<Self> {
-        let file =
-            |path: &PathBuf| File { path: path.clone(), max_age: settings.max_age.get(), found: OnceCell::new() };
+        let file = |path: &PathBuf| File {
+            path: path.clone(),
+            max_age: settings.max_age.get(),
+            found: OnceCell::new(),
+        };
         Ok(Self {
-            peer: settings.from.as_ref().map(|from| Peer::new(from, settings)).transpose()?,
+            peer: settings
+                .from
+                .as_ref()
+                .map(|from| Peer::new(from, settings))
+                .transpose()?,
             file: settings.file.as_ref().map(file),
             deadline: settings.deadline.get(),
             until: OnceLock::new(),
@@ -66,14 +73,19 @@ impl Takeover {
         if let Some(held) = of_peer.filter(|held| is_of_use(rank, reading, held, From::Peer)) {
             return Some(held);
         }
-        self.of_file(rank).await.filter(|held| is_of_use(rank, reading, held, From::File))
+        self.of_file(rank)
+            .await
+            .filter(|held| is_of_use(rank, reading, held, From::File))
     }
 
     async fn of_peer(&self, rank: WorkerRank) -> Option<RankDump> {
         let peer = self.peer.as_ref()?;
         // It is not before the first rank is known that anything could be asked.
         let until = *self.until.get_or_init(|| Instant::now() + self.deadline);
-        match peer.ask(rank, (self.late == Late::Cold).then_some(until)).await {
+        match peer
+            .ask(rank, (self.late == Late::Cold).then_some(until))
+            .await
+        {
             Ok(held) => held,
             Err(problem) => {
                 let problem = format!("{problem:#}");
@@ -84,10 +96,17 @@ impl Takeover {
     }
 
     async fn of_file(&self, rank: WorkerRank) -> Option<Arc<RankDump>> {
-        let File { path, max_age, found } = self.file.as_ref()?;
+        let File {
+            path,
+            max_age,
+            found,
+        } = self.file.as_ref()?;
         let read = async || {
             let (path, max_age) = (path.clone(), *max_age);
-            let read = tokio::task::spawn_blocking(move || snapshot::read(&path, max_age, SystemTime::now())).await;
+            let read = tokio::task::spawn_blocking(move || {
+                snapshot::read(&path, max_age, SystemTime::now())
+            })
+            .await;
             read.unwrap_or_default()
         };
         // It stays there: while we start, a source may be started more than once.
@@ -102,8 +121,7 @@ fn is_of_use(rank: WorkerRank, reading: u64, held: &RankDump, from: From) -> boo
         return false;
     };
     if position.reading != reading {
-        let because =
-            "what is known of the rank is of another engine, or was read with another block size or media tokens";
+        let because = "what is known of the rank is of another engine, or was read with another block size or media tokens";
         warn!(%rank, ?from, because);
         return false;
     }

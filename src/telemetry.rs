@@ -28,7 +28,10 @@ impl LogFilter {
 /// Logs panics by their place: what is said of them may quote a prompt, as of a text that is cut inside a character.
 pub fn hide_panics() {
     std::panic::set_hook(Box::new(|panic| {
-        let place = panic.location().map(ToString::to_string).unwrap_or_default();
+        let place = panic
+            .location()
+            .map(ToString::to_string)
+            .unwrap_or_default();
         let thread = std::thread::current();
         let thread = thread.name().unwrap_or_default();
         error!(place, thread, "panic: {}", said(panic.payload()));
@@ -37,13 +40,18 @@ pub fn hide_panics() {
 
 /// What a panic says, where that was written by a programmer and not put together.
 fn said(payload: &dyn Any) -> &'static str {
-    payload.downcast_ref::<&'static str>().copied().unwrap_or("its words may be a client's and are not shown")
+    payload
+        .downcast_ref::<&'static str>()
+        .copied()
+        .unwrap_or("its words may be a client's and are not shown")
 }
 
 /// Starts logging; a process that has a subscriber already keeps it.
 pub fn start(config: &LogConfig) -> LogFilter {
     let colours = std::io::stderr().is_terminal();
-    let lines = tracing_subscriber::fmt().with_env_filter(filter(config.level)).with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter(config.level))
+        .with_writer(std::io::stderr);
     let lines = lines.with_ansi(colours);
     match config.format {
         LogFormat::Text => {

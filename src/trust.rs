@@ -30,7 +30,13 @@ pub enum Trust {
 
 impl Trust {
     /// All of them.
-    pub const ALL: [Trust; 5] = [Trust::Exact, Trust::Incomplete, Trust::CatchingUp, Trust::Stale, Trust::Absent];
+    pub const ALL: [Trust; 5] = [
+        Trust::Exact,
+        Trust::Incomplete,
+        Trust::CatchingUp,
+        Trust::Stale,
+        Trust::Absent,
+    ];
 
     /// The name on pages and in metrics.
     pub fn as_str(self) -> &'static str {
@@ -111,17 +117,29 @@ pub struct Standing {
 
 impl Default for Standing {
     fn default() -> Self {
-        Self { trust: Trust::Absent, because: Some(Because::NoSource), engine_block_size: None }
+        Self {
+            trust: Trust::Absent,
+            because: Some(Because::NoSource),
+            engine_block_size: None,
+        }
     }
 }
 
 impl Standing {
     /// Attached, caught up, and with blocks as configured.
-    pub const EXACT: Standing = Standing { trust: Trust::Exact, because: None, engine_block_size: None };
+    pub const EXACT: Standing = Standing {
+        trust: Trust::Exact,
+        because: None,
+        engine_block_size: None,
+    };
 
     /// A standing of which no block size is known.
     pub fn new(trust: Trust, because: Option<Because>) -> Self {
-        Self { trust, because, engine_block_size: None }
+        Self {
+            trust,
+            because,
+            engine_block_size: None,
+        }
     }
 }
 
@@ -147,7 +165,12 @@ pub struct TrustRules {
 
 impl Default for TrustRules {
     fn default() -> Self {
-        Self { stale_credit: 0.5, silence_requests: 3, silence_after: Duration::from_secs(10), resync: Resync::Keep }
+        Self {
+            stale_credit: 0.5,
+            silence_requests: 3,
+            silence_after: Duration::from_secs(10),
+            resync: Resync::Keep,
+        }
     }
 }
 
@@ -156,7 +179,8 @@ impl TrustRules {
     pub fn credit(&self, standing: Standing) -> f64 {
         match (standing.trust, standing.because) {
             // Of who has no source only predictions are known, which are no less true for that.
-            (Trust::Exact | Trust::Incomplete, _) | (Trust::Absent, None | Some(Because::NoSource)) => 1.0,
+            (Trust::Exact | Trust::Incomplete, _)
+            | (Trust::Absent, None | Some(Because::NoSource)) => 1.0,
             // What it told before it became unusable may be anything by now.
             (Trust::Absent, Some(_)) => 0.0,
             (Trust::CatchingUp | Trust::Stale, _) => self.stale_credit,
@@ -255,12 +279,20 @@ pub struct Source {
 impl Source {
     /// A source that is not attached yet.
     pub fn new(unix: f64) -> Self {
-        Self { facts: Facts { since: unix, ..Facts::default() }, ..Self::default() }
+        Self {
+            facts: Facts {
+                since: unix,
+                ..Facts::default()
+            },
+            ..Self::default()
+        }
     }
 
     /// How it stands.
     pub fn standing(&self) -> Standing {
-        let unusable = self.unusable.or(self.since_foreign.map(|_| Because::OtherRank));
+        let unusable = self
+            .unusable
+            .or(self.since_foreign.map(|_| Because::OtherRank));
         let (trust, because) = match (unusable, self.link) {
             (Some(because), _) => (Trust::Absent, Some(because)),
             (None, Link::Connecting) if self.known => (Trust::Stale, Some(Because::Detached)),
@@ -272,7 +304,11 @@ impl Source {
                 because => (Trust::Stale, because),
             },
         };
-        Standing { trust, because, engine_block_size: self.engine_block_size }
+        Standing {
+            trust,
+            because,
+            engine_block_size: self.engine_block_size,
+        }
     }
 
     fn flaw(&self) -> Option<Because> {
@@ -287,7 +323,10 @@ impl Source {
 
     /// What happened to it.
     pub fn facts(&self) -> Facts {
-        Facts { unheard_requests: self.owed.requests(), ..self.facts }
+        Facts {
+            unheard_requests: self.owed.requests(),
+            ..self.facts
+        }
     }
 
     /// Changes it; true if it stands otherwise now.
@@ -390,7 +429,10 @@ impl Source {
     pub fn named(&mut self, own: bool) {
         self.since_foreign = match own {
             false => Some(0),
-            true => self.since_foreign.map(|own| own + 1).filter(|own| *own < OWN_IN_A_ROW),
+            true => self
+                .since_foreign
+                .map(|own| own + 1)
+                .filter(|own| *own < OWN_IN_A_ROW),
         };
     }
 

@@ -43,7 +43,9 @@ impl Visitor<'_> for WorkerIdVisitor {
     }
 
     fn visit_str<E: de::Error>(self, id: &str) -> Result<WorkerId, E> {
-        id.parse().map(WorkerId).map_err(|_| E::invalid_value(Unexpected::Str(id), &self))
+        id.parse()
+            .map(WorkerId)
+            .map_err(|_| E::invalid_value(Unexpected::Str(id), &self))
     }
 }
 
@@ -54,7 +56,9 @@ impl fmt::Display for WorkerId {
 }
 
 /// Index of a data-parallel replica inside a worker, with a KV cache of its own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 #[serde(transparent)]
 pub struct DpRank(pub u32);
 
@@ -92,7 +96,9 @@ impl Slot {
 }
 
 /// What a worker does of a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Prefill and decode.
@@ -199,7 +205,10 @@ pub struct Ranks {
 
 impl Ranks {
     /// One rank, number 0: an engine without data parallelism.
-    pub const ONE: Ranks = Ranks { start: 0, size: NonZeroU32::MIN };
+    pub const ONE: Ranks = Ranks {
+        start: 0,
+        size: NonZeroU32::MIN,
+    };
 
     /// More than any engine has; a larger number is an error that would allocate tables without end.
     pub const MOST: u32 = 1024;
@@ -346,7 +355,9 @@ impl Worker {
 
     /// The pools that it is of.
     pub fn pools(&self) -> impl Iterator<Item = &str> {
-        self.taints.iter().filter_map(|taint| taint.strip_prefix(POOL_TAINT))
+        self.taints
+            .iter()
+            .filter_map(|taint| taint.strip_prefix(POOL_TAINT))
     }
 
     /// A worker of one rank that does both phases, of which nothing else is known.
@@ -374,7 +385,9 @@ impl Worker {
     pub fn carries(&self, taint: &str) -> bool {
         let place = || taint.strip_prefix(TOPOLOGY_TAINT)?.split_once('=');
         self.taints.contains(taint)
-            || place().is_some_and(|(domain, value)| self.topology.get(domain).is_some_and(|own| own == value))
+            || place().is_some_and(|(domain, value)| {
+                self.topology.get(domain).is_some_and(|own| own == value)
+            })
     }
 
     /// Host and port where decode workers meet it.
@@ -383,12 +396,16 @@ impl Worker {
             Some(Bootstrap { host, port }) => (host.clone(), *port),
             None => (None, Bootstrap::USUAL_PORT),
         };
-        (host.unwrap_or_else(|| self.endpoint.0.ip().to_string()), port.get())
+        (
+            host.unwrap_or_else(|| self.endpoint.0.ip().to_string()),
+            port.get(),
+        )
     }
 
     /// The event source of one rank, if it has one.
     pub fn event_source(&self, rank: DpRank) -> Option<&EventSource> {
-        self.event_sources.get(rank.0.checked_sub(self.ranks.start)? as usize)
+        self.event_sources
+            .get(rank.0.checked_sub(self.ranks.start)? as usize)
     }
 }
 
@@ -399,11 +416,25 @@ mod tests {
     #[test]
     fn worker_ids_are_written_as_json_text() {
         let id = WorkerId(u64::MAX);
-        assert_eq!(serde_json::to_value(id).unwrap(), serde_json::json!("18446744073709551615"));
+        assert_eq!(
+            serde_json::to_value(id).unwrap(),
+            serde_json::json!("18446744073709551615")
+        );
         for text in ["18446744073709551615", "\"18446744073709551615\""] {
-            assert_eq!(serde_json::from_str::<WorkerId>(text).unwrap(), id, "{text}");
+            assert_eq!(
+                serde_json::from_str::<WorkerId>(text).unwrap(),
+                id,
+                "{text}"
+            );
         }
-        for text in ["-1", "1.5", "\"x\"", "\"-1\"", "18446744073709551616", "null"] {
+        for text in [
+            "-1",
+            "1.5",
+            "\"x\"",
+            "\"-1\"",
+            "18446744073709551616",
+            "null",
+        ] {
             assert!(serde_json::from_str::<WorkerId>(text).is_err(), "{text}");
         }
     }

@@ -21,7 +21,11 @@ mod namespace;
 #[path = "apiserver/objects.rs"]
 mod objects;
 #[path = "tls/pki.rs"]
-#[expect(clippy::unwrap_used, dead_code, reason = "other tests use more of it, and a certificate can always be made")]
+#[expect(
+    clippy::unwrap_used,
+    dead_code,
+    reason = "other tests use more of it, and a certificate can always be made"
+)]
 mod pki;
 #[path = "apiserver/proxy.rs"]
 mod proxy;
@@ -42,7 +46,10 @@ use arguments::Arguments;
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let cases: Vec<_> = cases::all().into_iter().filter(|case| arguments.selects(case.name)).collect();
+    let cases: Vec<_> = cases::all()
+        .into_iter()
+        .filter(|case| arguments.selects(case.name))
+        .collect();
     if arguments.list {
         for case in &cases {
             println!("{}: test", case.name);
@@ -57,7 +64,11 @@ fn main() -> ExitCode {
         Ok(programs) => runner::run(cases, programs),
         Err(missing) => {
             println!("NOT RUN: {missing}");
-            if missing.is_failure() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+            if missing.is_failure() {
+                ExitCode::FAILURE
+            } else {
+                ExitCode::SUCCESS
+            }
         }
     }
 }

@@ -42,7 +42,11 @@ fn case(path: &'static str, body: &Value) -> Case {
 }
 
 fn raw(path: &'static str, body: impl Into<Vec<u8>>) -> Case {
-    Case { path, content_type: "application/json", body: body.into() }
+    Case {
+        path,
+        content_type: "application/json",
+        body: body.into(),
+    }
 }
 
 /// Sound requests of every API.
@@ -56,7 +60,10 @@ fn sound() -> Vec<Case> {
          Content-Disposition: form-data; name=\"model\"\r\n\r\nm\r\n--B--\r\n"
     );
     vec![
-        case("/v1/chat/completions", &json!({"model": "m", "messages": [user]})),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": [user]}),
+        ),
         case(
             "/v1/chat/completions",
             &json!({"model": "m", "cache_salt": CANARY, "user": CANARY, "tools": [tool], "documents": [{"text": CANARY}],
@@ -65,7 +72,10 @@ fn sound() -> Vec<Case> {
                     {"role": "tool", "tool_call_id": CANARY, "content": CANARY}],
                 "nvext": {"annotations": [CANARY], "agent_hints": {"osl": CANARY}}}),
         ),
-        case("/v1/completions", &json!({"model": "m", "prompt": [CANARY, CANARY], "suffix": CANARY})),
+        case(
+            "/v1/completions",
+            &json!({"model": "m", "prompt": [CANARY, CANARY], "suffix": CANARY}),
+        ),
         case("/v1/embeddings", &json!({"model": "m", "input": CANARY})),
         case("/pooling", &json!({"model": "m", "messages": [user]})),
         case("/classify", &json!({"model": "m", "input": [CANARY]})),
@@ -73,16 +83,38 @@ fn sound() -> Vec<Case> {
             "/v1/responses",
             &json!({"model": "m", "input": [user], "instructions": CANARY, "previous_response_id": null}),
         ),
-        case("/v1/messages", &json!({"model": "m", "system": CANARY, "messages": [user], "max_tokens": 4})),
-        case("/v1/messages/count_tokens", &json!({"model": "m", "messages": [user]})),
-        case("/score", &json!({"model": "m", "text_1": CANARY, "text_2": [CANARY]})),
-        case("/v1/rerank", &json!({"model": "m", "query": CANARY, "documents": [CANARY]})),
+        case(
+            "/v1/messages",
+            &json!({"model": "m", "system": CANARY, "messages": [user], "max_tokens": 4}),
+        ),
+        case(
+            "/v1/messages/count_tokens",
+            &json!({"model": "m", "messages": [user]}),
+        ),
+        case(
+            "/score",
+            &json!({"model": "m", "text_1": CANARY, "text_2": [CANARY]}),
+        ),
+        case(
+            "/v1/rerank",
+            &json!({"model": "m", "query": CANARY, "documents": [CANARY]}),
+        ),
         case("/tokenize", &json!({"model": "m", "prompt": CANARY})),
         case("/v1/audio/speech", &json!({"model": "m", "input": CANARY})),
-        case("/v1/images/generations", &json!({"model": "m", "prompt": CANARY})),
-        Case { path: "/v1/audio/transcriptions", content_type: "multipart/form-data; boundary=B", body: form.into() },
+        case(
+            "/v1/images/generations",
+            &json!({"model": "m", "prompt": CANARY}),
+        ),
+        Case {
+            path: "/v1/audio/transcriptions",
+            content_type: "multipart/form-data; boundary=B",
+            body: form.into(),
+        },
         case("/generate", &json!({"text": CANARY})),
-        case("/inference/v1/generate", &json!({"model": "m", "token_ids": [1, 2, 3], "features": CANARY})),
+        case(
+            "/inference/v1/generate",
+            &json!({"model": "m", "token_ids": [1, 2, 3], "features": CANARY}),
+        ),
         case("/v1/somewhere", &json!({"prompt": CANARY})),
     ]
 }
@@ -90,15 +122,30 @@ fn sound() -> Vec<Case> {
 /// Requests that cannot be read, or not be rendered.
 fn broken() -> Vec<Case> {
     let mut cases = vec![
-        case("/v1/chat/completions", &json!({"model": "m", "messages": CANARY})),
-        case("/v1/chat/completions", &json!({"model": "m", "messages": [CANARY]})),
-        case("/v1/chat/completions", &json!({"model": "m", "messages": [{"content": CANARY}]})),
-        case("/v1/chat/completions", &json!({"model": "m", "messages": [{"role": "user", "content": {"x": CANARY}}]})),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": CANARY}),
+        ),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": [CANARY]}),
+        ),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": [{"content": CANARY}]}),
+        ),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": [{"role": "user", "content": {"x": CANARY}}]}),
+        ),
         case(
             "/v1/chat/completions",
             &json!({"model": "m", "messages": [{"role": "user", "content": [{"type": CANARY}]}]}),
         ),
-        case("/v1/chat/completions", &json!({"model": "m", "messages": [{"role": CANARY, "content": CANARY}]})),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": "m", "messages": [{"role": CANARY, "content": CANARY}]}),
+        ),
         case(
             "/v1/chat/completions",
             &json!({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": CANARY}),
@@ -111,13 +158,34 @@ fn broken() -> Vec<Case> {
             "/v1/chat/completions",
             &json!({"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template": CANARY}),
         ),
-        case("/v1/chat/completions", &json!({"model": NAME, "messages": [{"role": "user", "content": CANARY}]})),
-        case("/v1/chat/completions", &json!({"model": [CANARY], "messages": [{"role": "user", "content": CANARY}]})),
-        case("/v1/completions", &json!({"model": "m", "prompt": "x", "truncation_side": CANARY})),
-        case("/v1/completions", &json!({"model": "m", "prompt": [1, CANARY]})),
-        case("/v1/completions", &json!({"model": "m", "prompt": {"x": CANARY}})),
-        case("/v1/completions", &json!({"model": "m", "prompt": "x", "max_tokens": CANARY})),
-        case("/v1/responses", &json!({"model": "m", "input": [{"type": CANARY, "content": CANARY}]})),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": NAME, "messages": [{"role": "user", "content": CANARY}]}),
+        ),
+        case(
+            "/v1/chat/completions",
+            &json!({"model": [CANARY], "messages": [{"role": "user", "content": CANARY}]}),
+        ),
+        case(
+            "/v1/completions",
+            &json!({"model": "m", "prompt": "x", "truncation_side": CANARY}),
+        ),
+        case(
+            "/v1/completions",
+            &json!({"model": "m", "prompt": [1, CANARY]}),
+        ),
+        case(
+            "/v1/completions",
+            &json!({"model": "m", "prompt": {"x": CANARY}}),
+        ),
+        case(
+            "/v1/completions",
+            &json!({"model": "m", "prompt": "x", "max_tokens": CANARY}),
+        ),
+        case(
+            "/v1/responses",
+            &json!({"model": "m", "input": [{"type": CANARY, "content": CANARY}]}),
+        ),
         case(
             "/v1/messages",
             &json!({"model": "m", "messages": [{"role": "user", "content": [{"type": CANARY}]}], "max_tokens": CANARY}),
@@ -126,11 +194,17 @@ fn broken() -> Vec<Case> {
         case("/score", &json!({"model": [CANARY], "text_1": CANARY})),
         raw("/v1/chat/completions", format!("{CANARY} is no JSON")),
         raw("/v1/chat/completions", format!("[\"{CANARY}\"]")),
-        raw("/v1/completions", [format!("{{\"prompt\":\"{CANARY}").into_bytes(), vec![0xff]].concat()),
+        raw(
+            "/v1/completions",
+            [format!("{{\"prompt\":\"{CANARY}").into_bytes(), vec![0xff]].concat(),
+        ),
         raw("/v1/audio/transcriptions", format!("--B\r\n{CANARY}")),
     ];
     // Cut in the middle, as bodies that were not shown whole and as bodies that are no JSON.
-    cases.extend(sound().into_iter().map(|case| Case { body: case.body[..case.body.len() * 3 / 4].to_vec(), ..case }));
+    cases.extend(sound().into_iter().map(|case| Case {
+        body: case.body[..case.body.len() * 3 / 4].to_vec(),
+        ..case
+    }));
     cases
 }
 
@@ -144,8 +218,16 @@ fn answers() -> [(&'static str, &'static str, String); 5] {
             format!("data: {chunk}\n\ndata: {{\"{CANARY}\n\nevent: {CANARY}\n\ndata: [DONE]\n\n"),
         ),
         ("200", "application/json", whole.to_string()),
-        ("200", "application/json", format!("{{\"usage\": \"{CANARY}")),
-        ("500", "application/json", json!({"error": {"message": CANARY}}).to_string()),
+        (
+            "200",
+            "application/json",
+            format!("{{\"usage\": \"{CANARY}"),
+        ),
+        (
+            "500",
+            "application/json",
+            json!({"error": {"message": CANARY}}).to_string(),
+        ),
         ("503", "text/plain", CANARY.to_owned()),
     ]
 }
@@ -156,12 +238,21 @@ fn headers(pairs: &[(&str, &str)]) -> proto::HttpHeaders {
         raw_value: value.as_bytes().to_vec(),
         ..HeaderValue::default()
     };
-    let headers = Some(HeaderMap { headers: pairs.iter().map(header).collect() });
-    proto::HttpHeaders { headers, ..proto::HttpHeaders::default() }
+    let headers = Some(HeaderMap {
+        headers: pairs.iter().map(header).collect(),
+    });
+    proto::HttpHeaders {
+        headers,
+        ..proto::HttpHeaders::default()
+    }
 }
 
 fn body(bytes: &[u8], end_of_stream: bool) -> proto::HttpBody {
-    proto::HttpBody { body: bytes.to_vec(), end_of_stream, ..proto::HttpBody::default() }
+    proto::HttpBody {
+        body: bytes.to_vec(),
+        end_of_stream,
+        ..proto::HttpBody::default()
+    }
 }
 
 /// The whole exchange, in one of Envoy's body modes, as Envoy would have it.
@@ -190,7 +281,11 @@ fn messages(case: &Case, at: usize, mode: i32) -> Vec<proto::ProcessingRequest> 
     }
     let (first, rest) = answer.as_bytes().split_at(answer.len() / 2);
     messages.extend([
-        Message::ResponseHeaders(headers(&[(":status", status), ("content-type", kind), ("x-answer", CANARY)])),
+        Message::ResponseHeaders(headers(&[
+            (":status", status),
+            ("content-type", kind),
+            ("x-answer", CANARY),
+        ])),
         Message::ResponseBody(body(first, false)),
         Message::ResponseBody(body(rest, true)),
     ]);
@@ -209,10 +304,16 @@ fn messages(case: &Case, at: usize, mode: i32) -> Vec<proto::ProcessingRequest> 
 }
 
 /// Sends one exchange as Envoy does, the answer when the request has been let go on, and returns what was said to it.
-async fn send(client: &ExternalProcessorClient<Channel>, messages: Vec<proto::ProcessingRequest>) -> String {
+async fn send(
+    client: &ExternalProcessorClient<Channel>,
+    messages: Vec<proto::ProcessingRequest>,
+) -> String {
     let (sender, receiver) = tokio::sync::mpsc::channel(16);
     let is_answer = |message: &proto::ProcessingRequest| {
-        matches!(message.request, Some(Message::ResponseHeaders(_) | Message::ResponseBody(_)))
+        matches!(
+            message.request,
+            Some(Message::ResponseHeaders(_) | Message::ResponseBody(_))
+        )
     };
     let (answer, request): (Vec<_>, Vec<_>) = messages.into_iter().partition(is_answer);
     for message in request {
@@ -231,12 +332,21 @@ async fn send(client: &ExternalProcessorClient<Channel>, messages: Vec<proto::Pr
             };
             match &mut reply.response {
                 Some(Response::ImmediateResponse(own)) => {
-                    writeln!(said, "{} {}", own.details, String::from_utf8_lossy(&own.body)).unwrap();
+                    writeln!(
+                        said,
+                        "{} {}",
+                        own.details,
+                        String::from_utf8_lossy(&own.body)
+                    )
+                    .unwrap();
                     sender = None;
                 }
                 // Bodies go back through us; everything else is ours.
                 Some(Response::RequestBody(body)) => {
-                    let mutation = body.response.as_mut().and_then(|common| common.body_mutation.take());
+                    let mutation = body
+                        .response
+                        .as_mut()
+                        .and_then(|common| common.body_mutation.take());
                     let piece = mutation.and_then(|mutation| mutation.mutation);
                     let more = matches!(piece, Some(Mutation::StreamedResponse(piece)) if !piece.end_of_stream);
                     if let Some(sender) = sender.take_if(|_| !more) {
@@ -246,14 +356,18 @@ async fn send(client: &ExternalProcessorClient<Channel>, messages: Vec<proto::Pr
                     }
                 }
                 Some(Response::ResponseBody(body)) => {
-                    body.response.iter_mut().for_each(|common| common.body_mutation = None);
+                    body.response
+                        .iter_mut()
+                        .for_each(|common| common.body_mutation = None);
                 }
                 _ => {}
             }
             writeln!(said, "{reply:?}").unwrap();
         }
     };
-    tokio::time::timeout(SOON, exchange).await.expect("the exchange ends");
+    tokio::time::timeout(SOON, exchange)
+        .await
+        .expect("the exchange ends");
     said
 }
 
@@ -269,7 +383,8 @@ impl Site {
     async fn start(format: &str, strict: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let ports = [FreePort::find().unwrap(), FreePort::find().unwrap()];
-        let [tcp, admin] = [ports[0].number(), ports[1].number()].map(|port| format!("127.0.0.1:{port}"));
+        let [tcp, admin] =
+            [ports[0].number(), ports[1].number()].map(|port| format!("127.0.0.1:{port}"));
         let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models");
         let model = |name: &str| {
             json!({"name": name, "block_size": 16, "tokenizer": models.join("tinyllama/tokenizer.json.gz"),
@@ -281,28 +396,48 @@ impl Site {
             "sessions": {}, "failure": {"strict_models": strict, "strict_bodies": strict},
         });
         std::fs::write(dir.path().join("warmroute.yaml"), config.to_string()).unwrap();
-        let workers =
-            "- {id: 1, endpoint: '10.0.0.1:8000', model: m}\n- {id: 2, endpoint: '10.0.0.2:8000', model: n}\n";
+        let workers = "- {id: 1, endpoint: '10.0.0.1:8000', model: m}\n- {id: 2, endpoint: '10.0.0.2:8000', model: n}\n";
         std::fs::write(dir.path().join("workers.yaml"), workers).unwrap();
         ports.into_iter().for_each(|port| _ = port.release());
         let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command.args(["serve", "--config"]).arg(dir.path().join("warmroute.yaml")).env("RUST_LOG", "trace");
+        command
+            .args(["serve", "--config"])
+            .arg(dir.path().join("warmroute.yaml"))
+            .env("RUST_LOG", "trace");
         let child = Child::spawn("warmroute", &command, dir.path()).unwrap();
         let admin = format!("http://{admin}");
-        wait_ready(Ready::Http(&format!("{admin}/readyz")), SOON, &child).await.unwrap();
-        let client = ExternalProcessorClient::connect(format!("http://{tcp}")).await.unwrap();
-        Self { child, client, admin, dir }
+        wait_ready(Ready::Http(&format!("{admin}/readyz")), SOON, &child)
+            .await
+            .unwrap();
+        let client = ExternalProcessorClient::connect(format!("http://{tcp}"))
+            .await
+            .unwrap();
+        Self {
+            child,
+            client,
+            admin,
+            dir,
+        }
     }
 
     async fn page(&self, page: &str) -> String {
         let http = warmroute::tls::client().build().unwrap();
-        http.get(format!("{}/{page}", self.admin)).send().await.unwrap().text().await.unwrap()
+        http.get(format!("{}/{page}", self.admin))
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap()
     }
 
     /// Everything that was written down, after the process has ended.
     fn log(self) -> String {
         self.child.terminate();
-        assert!(self.child.wait_exit(Instant::now() + SOON).is_some(), "it does not end");
+        assert!(
+            self.child.wait_exit(Instant::now() + SOON).is_some(),
+            "it does not end"
+        );
         let log = std::fs::read_to_string(self.child.log()).unwrap();
         drop(self.dir);
         log
@@ -325,19 +460,38 @@ async fn nobody_sees_the_canary(format: &str, strict: bool) {
         // Buffered, partial and full duplex.
         for mode in [2, 3, 4] {
             let said = send(&site.client, messages(case, at, mode)).await;
-            without(CANARY, &format!("the replies to {} {at} with mode {mode}", case.path), &said);
+            without(
+                CANARY,
+                &format!("the replies to {} {at} with mode {mode}", case.path),
+                &said,
+            );
             refused += usize::from(said.contains("warmroute_refused"));
         }
     }
     assert_eq!(refused > 20, strict, "{refused} requests were refused");
-    for page in ["metrics", "readyz", "debug/config", "debug/fleet", "debug/index", "debug/load"] {
+    for page in [
+        "metrics",
+        "readyz",
+        "debug/config",
+        "debug/fleet",
+        "debug/index",
+        "debug/load",
+    ] {
         let text = site.page(page).await;
         assert!(!text.is_empty());
         without(CANARY, page, &text);
         without(NAME, page, &text);
     }
     let log = site.log();
-    for said in ["TRACE", "routed", if strict { "unreadable body" } else { "prompt refused" }] {
+    for said in [
+        "TRACE",
+        "routed",
+        if strict {
+            "unreadable body"
+        } else {
+            "prompt refused"
+        },
+    ] {
         assert!(log.contains(said), "it does not log all it can: {said}");
     }
     without(CANARY, "the log", &log);

@@ -19,17 +19,25 @@ use warmroute::tier::Tier;
 use warmroute::worker::{BlockSize, Slot};
 
 fn read(path: impl AsRef<Path>) -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(path);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests")
+        .join(path);
     serde_json::from_slice(&fs::read(&path).unwrap()).unwrap()
 }
 
 fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+    (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+        .collect()
 }
 
 fn captures() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/kv_events");
-    let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let mut files: Vec<_> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
     files.sort();
     files
 }
@@ -39,7 +47,10 @@ fn payloads(capture: &Value) -> Vec<Vec<u8>> {
     let texts = |key: &str| capture[key].as_array().cloned().unwrap_or_default();
     let live = texts("frames").into_iter().map(|frames| frames[2].clone());
     let repeated = texts("replies").into_iter().map(|frames| frames[3].clone());
-    live.chain(repeated).map(|hex| bytes(hex.as_str().unwrap())).filter(|payload| !payload.is_empty()).collect()
+    live.chain(repeated)
+        .map(|hex| bytes(hex.as_str().unwrap()))
+        .filter(|payload| !payload.is_empty())
+        .collect()
 }
 
 #[test]
@@ -50,14 +61,27 @@ fn every_captured_batch_converts() {
         let size = u32::try_from(capture["block_size"].as_u64().unwrap()).unwrap();
         let mut normalizer = Normalizer::new(BlockSize::new(size).unwrap(), MediaTokens::default());
         for payload in payloads(&capture) {
-            let batch = wire::decode(&payload).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+            let batch = wire::decode(&payload)
+                .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
             assert!(batch.rank.is_some());
             for event in &batch.events {
                 let outcome = match (normalizer.convert(event), event) {
-                    (Converted::Group(Filtered::NonMainKind, KvEvent::GroupStored { .. }), _) => "sliding window",
-                    (Converted::Event(KvEvent::Stored { parent, blocks, tier }), Event::Stored(stored)) => {
+                    (Converted::Group(Filtered::NonMainKind, KvEvent::GroupStored { .. }), _) => {
+                        "sliding window"
+                    }
+                    (
+                        Converted::Event(KvEvent::Stored {
+                            parent,
+                            blocks,
+                            tier,
+                        }),
+                        Event::Stored(stored),
+                    ) => {
                         let engine: Vec<_> = blocks.iter().map(|block| block.engine).collect();
-                        assert_eq!((engine, parent, tier), (stored.hashes.clone(), stored.parent, Tier::Device));
+                        assert_eq!(
+                            (engine, parent, tier),
+                            (stored.hashes.clone(), stored.parent, Tier::Device)
+                        );
                         "stored"
                     }
                     (Converted::Event(KvEvent::Removed { .. }), Event::Removed { .. }) => "removed",
@@ -96,8 +120,18 @@ fn tenants_and_adapters_never_share_blocks_of_equal_text() {
     let plain = &locals("a01-first-and-shared-prefix")[0][..12];
     let salted = locals("a05-cache-salt");
     let adapters = locals("b01-base-then-lora");
-    assert_eq!(adapters[0], plain, "the base model hashes alike on every engine");
-    let variants = [plain, &salted[0], &salted[2], &adapters[2], &adapters[4], &locals("b02-lora-plus-salt")[0]];
+    assert_eq!(
+        adapters[0], plain,
+        "the base model hashes alike on every engine"
+    );
+    let variants = [
+        plain,
+        &salted[0],
+        &salted[2],
+        &adapters[2],
+        &adapters[4],
+        &locals("b02-lora-plus-salt")[0],
+    ];
     for (at, one) in variants.iter().enumerate() {
         for other in &variants[at + 1..] {
             assert!(one.iter().zip(*other).all(|(one, other)| one != other));
@@ -113,7 +147,12 @@ fn different_images_never_share_blocks() {
     let images = locals("e02-image");
     // Block one holds text and the image's beginning in both; the placeholders are equal.
     assert_eq!(images.len(), 2);
-    assert!(images[0].iter().zip(&images[1]).all(|(one, other)| one != other));
+    assert!(
+        images[0]
+            .iter()
+            .zip(&images[1])
+            .all(|(one, other)| one != other)
+    );
 }
 
 /// What a hybrid model's engine reused of each prompt of a captured session is what the index says before the prompt comes.
@@ -121,14 +160,19 @@ fn different_images_never_share_blocks() {
 #[test]
 fn the_reusable_prefix_of_a_hybrid_model_is_what_its_engine_reused() {
     let session = read("data/hybrid.json");
-    let size = BlockSize::new(u32::try_from(session["block_size"].as_u64().unwrap()).unwrap()).unwrap();
+    let size =
+        BlockSize::new(u32::try_from(session["block_size"].as_u64().unwrap()).unwrap()).unwrap();
     let mut normalizer = Normalizer::new(size, MediaTokens::default());
     let index = PrefixIndex::new();
     let mut writer = index.join(Slot(0));
     let mut full_attention = Vec::new();
     for request in session["requests"].as_array().unwrap() {
-        let prompt: Vec<u32> =
-            request["prompt"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        let prompt: Vec<u32> = request["prompt"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|id| id.as_u64().unwrap() as u32)
+            .collect();
         let hashes = BlockHashes::of(&prompt, size, &Salt::default());
         let mut overlaps = Overlaps::new();
         index.overlaps(&hashes, &mut overlaps);
@@ -138,7 +182,10 @@ fn the_reusable_prefix_of_a_hybrid_model_is_what_its_engine_reused() {
             scenario => assert_eq!(json!(predicted), request["cached_tokens"], "{scenario}"),
         }
         for payload in request["payloads"].as_array().unwrap() {
-            for event in &wire::decode(&bytes(payload.as_str().unwrap())).unwrap().events {
+            for event in &wire::decode(&bytes(payload.as_str().unwrap()))
+                .unwrap()
+                .events
+            {
                 match normalizer.convert(event) {
                     Converted::Event(event) => drop(writer.apply(&event)),
                     Converted::Regrouped(events, _) => panic!("the sizes are the same: {events:?}"),
@@ -148,8 +195,14 @@ fn the_reusable_prefix_of_a_hybrid_model_is_what_its_engine_reused() {
             }
         }
         // The main group alone would promise more.
-        index.overlaps(&BlockHashes::of(&prompt[..prompt.len().min(200)], size, &Salt::default()), &mut overlaps);
+        index.overlaps(
+            &BlockHashes::of(&prompt[..prompt.len().min(200)], size, &Salt::default()),
+            &mut overlaps,
+        );
         full_attention.push((index.stats().total.device, overlaps.get(Slot(0)).device));
     }
-    assert_eq!(full_attention, [(10, 0), (13, 6), (13, 6), (17, 1), (10, 0)]);
+    assert_eq!(
+        full_attention,
+        [(10, 0), (13, 6), (13, 6), (17, 1), (10, 0)]
+    );
 }

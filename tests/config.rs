@@ -1,7 +1,10 @@
 //! The configuration as its author meets it: broken files and what is said about them, the examples, the command, and a
 //! workers file that changes on a real file system.
 
-#![expect(clippy::unwrap_used, reason = "a step that fails while setting the scene fails the test")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "a step that fails while setting the scene fails the test"
+)]
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -34,8 +37,14 @@ fn data(name: &str) -> PathBuf {
 }
 
 fn yaml_files(folder: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    files.retain(|path| path.extension().is_some_and(|extension| extension == "yaml"));
+    let mut files: Vec<_> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.retain(|path| {
+        path.extension()
+            .is_some_and(|extension| extension == "yaml")
+    });
     files.sort();
     assert!(!files.is_empty(), "{} holds no cases", folder.display());
     files
@@ -45,11 +54,17 @@ fn yaml_files(folder: &Path) -> Vec<PathBuf> {
 fn mistakes(path: &Path) -> String {
     let errors = Config::load(path).expect_err(&format!("{} is accepted", path.display()));
     let data = format!("{}/", data("broken").display());
-    errors.iter().map(|error| error.to_string().replace(&data, "").replace(ROOT, "$ROOT") + "\n").collect()
+    errors
+        .iter()
+        .map(|error| error.to_string().replace(&data, "").replace(ROOT, "$ROOT") + "\n")
+        .collect()
 }
 
 #[test]
-#[expect(clippy::disallowed_methods, reason = "the switch that rewrites the expected texts")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the switch that rewrites the expected texts"
+)]
 fn every_broken_file_is_refused_with_the_line_at_fault() {
     let rewrite = std::env::var_os("UPDATE_GOLDEN").is_some();
     for path in yaml_files(&data("broken")) {
@@ -59,7 +74,12 @@ fn every_broken_file_is_refused_with_the_line_at_fault() {
             fs::write(&golden, &found).unwrap();
         }
         let expected = fs::read_to_string(&golden).unwrap_or_default();
-        assert_eq!(found, expected, "{}; UPDATE_GOLDEN=1 rewrites the expectation", path.display());
+        assert_eq!(
+            found,
+            expected,
+            "{}; UPDATE_GOLDEN=1 rewrites the expectation",
+            path.display()
+        );
     }
 }
 
@@ -69,7 +89,8 @@ fn a_resolved_configuration_reads_back_as_itself() {
     for path in yaml_files(&data("valid")).iter().chain(&examples) {
         let config = Config::load(path).unwrap_or_else(|errors| panic!("{errors:?}"));
         let yaml = config.to_yaml().unwrap();
-        let again = Config::parse(path, yaml.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{yaml}"));
+        let again = Config::parse(path, yaml.as_bytes())
+            .unwrap_or_else(|errors| panic!("{errors:?}\n{yaml}"));
         assert_eq!(again, config, "{yaml}");
         assert_eq!(again.to_yaml().unwrap(), yaml);
     }
@@ -88,7 +109,9 @@ const EITHER: [&str; 2] = ["takeover", "use_remote_index"];
 fn example_with_all_but(without: &str) -> (PathBuf, String) {
     let (path, text) = example_with_all();
     let (before, rest) = text.split_once(&format!("\n{without}:\n")).unwrap();
-    let rest = rest.split_inclusive('\n').skip_while(|line| line.starts_with(' '));
+    let rest = rest
+        .split_inclusive('\n')
+        .skip_while(|line| line.starts_with(' '));
     (path, format!("{before}\n{}", rest.collect::<String>()))
 }
 
@@ -96,18 +119,22 @@ fn example_with_all_but(without: &str) -> (PathBuf, String) {
 fn example_with_all() -> (PathBuf, String) {
     let (path, text) = example();
     let on = |line: &str| match line.split_once('#') {
-        Some((indent, rest)) if indent.trim().is_empty() && !rest.starts_with(' ') => format!("{indent}{rest}\n"),
+        Some((indent, rest)) if indent.trim().is_empty() && !rest.starts_with(' ') => {
+            format!("{indent}{rest}\n")
+        }
         // Inside a setting that is switched on.
-        Some((indent, rest)) if indent.trim().is_empty() && rest.starts_with("  ") => format!("{indent}{rest}\n"),
+        Some((indent, rest)) if indent.trim().is_empty() && rest.starts_with("  ") => {
+            format!("{indent}{rest}\n")
+        }
         _ => format!("{line}\n"),
     };
     // A shared cache whose blocks are worth nothing is refused.
     (
         path,
-        text.lines()
-            .map(on)
-            .collect::<String>()
-            .replace("shared_cache_multiplier: 0.0", "shared_cache_multiplier: 0.5"),
+        text.lines().map(on).collect::<String>().replace(
+            "shared_cache_multiplier: 0.0",
+            "shared_cache_multiplier: 0.5",
+        ),
     )
 }
 
@@ -119,31 +146,66 @@ fn the_example_says_the_defaults() {
     assert!(example.listen.unix.take().is_some());
     let least = Config::load(&data("valid/least.yaml")).unwrap();
     let (model, usual) = (&example.models[0], &least.models[0]);
-    assert_eq!((model.block_size, model.eagle, &model.adapters), (usual.block_size, usual.eagle, &usual.adapters));
+    assert_eq!(
+        (model.block_size, model.eagle, &model.adapters),
+        (usual.block_size, usual.eagle, &usual.adapters)
+    );
     // Everything else, whatever is added later.
     let workers = least.workers.clone();
-    assert_eq!(Config { models: least.models.clone(), workers_file: None, workers, ..example }, least);
+    assert_eq!(
+        Config {
+            models: least.models.clone(),
+            workers_file: None,
+            workers,
+            ..example
+        },
+        least
+    );
 }
 
 #[test]
 fn what_is_off_in_the_example_says_its_defaults_as_well() {
     let (path, text) = example_with_all_but("use_remote_index");
-    let takeover = Config::parse(&path, text.as_bytes()).unwrap().takeover.unwrap();
+    let takeover = Config::parse(&path, text.as_bytes())
+        .unwrap()
+        .takeover
+        .unwrap();
     let least = json!({"from": takeover.from});
     assert_eq!(takeover, serde_json::from_value(least).unwrap());
     let (path, text) = example_with_all_but("takeover");
-    let config = Config::parse(&path, text.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
+    let config =
+        Config::parse(&path, text.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
     let sessions = config.sessions.unwrap();
-    assert_eq!(sessions.engine, Some(EngineSessionsConfig::of(EngineKind::Sglang)));
-    assert_eq!(config.models[0].engine_tokens, Some(EngineTokensConfig::default()));
-    assert_eq!(SessionsConfig { engine: None, ..sessions }, SessionsConfig::default());
-    assert_eq!(config.disaggregation.conditional, Some(Conditional::default()));
+    assert_eq!(
+        sessions.engine,
+        Some(EngineSessionsConfig::of(EngineKind::Sglang))
+    );
+    assert_eq!(
+        config.models[0].engine_tokens,
+        Some(EngineTokensConfig::default())
+    );
+    assert_eq!(
+        SessionsConfig {
+            engine: None,
+            ..sessions
+        },
+        SessionsConfig::default()
+    );
+    assert_eq!(
+        config.disaggregation.conditional,
+        Some(Conditional::default())
+    );
     let cache = config.shared_cache.unwrap();
     assert_eq!(cache, SharedCacheConfig::at(cache.url.clone()));
     let remote = config.use_remote_index.unwrap();
     assert_eq!(remote, RemoteIndexConfig::of(remote.servers.clone()));
-    let [class] = &config.queue.classes[..] else { panic!("{:?}", config.queue) };
-    assert_eq!((class.policy, class.quantum), (Some(config.queue.policy), 1));
+    let [class] = &config.queue.classes[..] else {
+        panic!("{:?}", config.queue)
+    };
+    assert_eq!(
+        (class.policy, class.quantum),
+        (Some(config.queue.policy), 1)
+    );
 }
 
 /// The keys of a map and of the maps in it, each with its way from the root; lists count by their first element.
@@ -157,7 +219,10 @@ fn keys(value: &Value, way: &str) -> Vec<String> {
             };
             fields.iter().flat_map(inner).collect()
         }
-        Value::Array(items) => items.first().map(|item| keys(item, way)).unwrap_or_default(),
+        Value::Array(items) => items
+            .first()
+            .map(|item| keys(item, way))
+            .unwrap_or_default(),
         _ => Vec::new(),
     }
 }
@@ -165,7 +230,9 @@ fn keys(value: &Value, way: &str) -> Vec<String> {
 /// The leaves of a map and of the maps in it, each with its way from the root.
 fn leaves(value: &Value, way: &str, found: &mut Vec<(String, Value)>) {
     match value {
-        Value::Object(fields) => fields.iter().for_each(|(key, value)| leaves(value, &format!("{way}.{key}"), found)),
+        Value::Object(fields) => fields
+            .iter()
+            .for_each(|(key, value)| leaves(value, &format!("{way}.{key}"), found)),
         leaf => found.push((way.to_owned(), leaf.clone())),
     }
 }
@@ -173,15 +240,22 @@ fn leaves(value: &Value, way: &str, found: &mut Vec<(String, Value)>) {
 #[test]
 fn the_valid_files_set_every_key_to_something_else() {
     let resolved = |path: &Path| {
-        let value: Value = serde_saphyr::from_str(&Config::load(path).unwrap().to_yaml().unwrap()).unwrap();
+        let value: Value =
+            serde_saphyr::from_str(&Config::load(path).unwrap().to_yaml().unwrap()).unwrap();
         let mut found = Vec::new();
         leaves(&value, "", &mut found);
         found
     };
-    let files: Vec<_> = yaml_files(&data("valid")).iter().map(|path| resolved(path)).collect();
+    let files: Vec<_> = yaml_files(&data("valid"))
+        .iter()
+        .map(|path| resolved(path))
+        .collect();
     for (way, default) in resolved(&data("valid/least.yaml")) {
         let set = |file: &Vec<(String, Value)>| !file.contains(&(way.clone(), default.clone()));
-        assert!(files.iter().any(set), "{way} reads back as itself only because it is the default");
+        assert!(
+            files.iter().any(set),
+            "{way} reads back as itself only because it is the default"
+        );
     }
 }
 
@@ -190,12 +264,18 @@ fn every_key_is_written_in_the_example() {
     for without in EITHER {
         let (path, text) = example_with_all_but(without);
         let written: Value = serde_saphyr::from_str(&text).unwrap();
-        let resolved = Config::parse(&path, text.as_bytes()).unwrap().to_yaml().unwrap();
+        let resolved = Config::parse(&path, text.as_bytes())
+            .unwrap()
+            .to_yaml()
+            .unwrap();
         let resolved: Value = serde_saphyr::from_str(&resolved).unwrap();
         let written = keys(&written, "");
         assert!(written.len() > 100, "{written:?}");
         for key in keys(&resolved, "") {
-            assert!(written.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+            assert!(
+                written.contains(&key),
+                "examples/warmroute.yaml says nothing of {key}"
+            );
         }
     }
 }
@@ -203,11 +283,19 @@ fn every_key_is_written_in_the_example() {
 #[test]
 fn the_example_fleet_is_read_with_one_source_per_rank() {
     let path = Path::new(ROOT).join("examples/workers.yaml");
-    let models = Config::load(&path.with_file_name("warmroute.yaml")).unwrap().served_models();
+    let models = Config::load(&path.with_file_name("warmroute.yaml"))
+        .unwrap()
+        .served_models();
     let workers = warmroute::discovery::parse(&path, &fs::read(&path).unwrap(), &models).unwrap();
     let endpoints: Vec<Vec<_>> = workers
         .iter()
-        .map(|worker| worker.event_sources.iter().map(|source| source.endpoint.as_str()).collect())
+        .map(|worker| {
+            worker
+                .event_sources
+                .iter()
+                .map(|source| source.endpoint.as_str())
+                .collect()
+        })
         .collect();
     assert_eq!(
         endpoints,
@@ -217,33 +305,62 @@ fn the_example_fleet_is_read_with_one_source_per_rank() {
             vec!["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"]
         ]
     );
-    assert_eq!(workers[1].event_sources[1].replay.as_deref(), Some("tcp://127.0.0.1:5668"));
+    assert_eq!(
+        workers[1].event_sources[1].replay.as_deref(),
+        Some("tcp://127.0.0.1:5668")
+    );
 }
 
 #[test]
 fn workers_come_out_as_they_were_written() {
     let config = Config::load(&data("valid/full.yaml")).unwrap();
-    let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("a fixed list was given") };
-    let [prefill, decode] = &workers[..] else { panic!("{workers:?}") };
+    let WorkerSource::Fixed(workers) = config.worker_source() else {
+        panic!("a fixed list was given")
+    };
+    let [prefill, decode] = &workers[..] else {
+        panic!("{workers:?}")
+    };
     assert_eq!(
         (prefill.id.0, prefill.role, prefill.block_size),
         (u64::MAX, Role::Prefill, BlockSize::new(16).unwrap())
     );
-    assert_eq!((prefill.capacity.max_num_batched_tokens, prefill.capacity.total_kv_blocks), (Some(8192), Some(1000)));
+    assert_eq!(
+        (
+            prefill.capacity.max_num_batched_tokens,
+            prefill.capacity.total_kv_blocks
+        ),
+        (Some(8192), Some(1000))
+    );
     assert_eq!((prefill.draining, decode.draining), (true, false));
     // Rank r uses port + r, also where the ranks of the process do not start at 0.
     let source = prefill.event_source(DpRank(3)).unwrap();
     assert_eq!(source.endpoint, "tcp://engine-0.engines:5560");
-    assert_eq!(source.replay.as_deref(), Some("tcp://engine-0.engines:5660"));
-    assert_eq!((source.topic.as_str(), source.attach), ("kv@", Attach::Connect));
+    assert_eq!(
+        source.replay.as_deref(),
+        Some("tcp://engine-0.engines:5660")
+    );
+    assert_eq!(
+        (source.topic.as_str(), source.attach),
+        ("kv@", Attach::Connect)
+    );
     assert_eq!(decode.block_size, BlockSize::new(32).unwrap());
-    assert_eq!(decode.event_sources[0].endpoint, "tcp://0.0.0.0:7001", "what we bind is an address");
+    assert_eq!(
+        decode.event_sources[0].endpoint, "tcp://0.0.0.0:7001",
+        "what we bind is an address"
+    );
     assert_eq!(decode.event_sources[1].endpoint, "ipc:///run/events.sock");
-    assert_eq!(decode.event_sources[1].replay.as_deref(), Some("tcp://[2001:db8::2]:7100"));
+    assert_eq!(
+        decode.event_sources[1].replay.as_deref(),
+        Some("tcp://[2001:db8::2]:7100")
+    );
 }
 
 fn check(path: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_warmroute")).args(["check", "--config"]).arg(path).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_warmroute"))
+        .args(["check", "--config"])
+        .arg(path)
+        .output()
+        .unwrap()
 }
 
 #[test]
@@ -251,19 +368,49 @@ fn the_check_command_prints_the_resolved_configuration() {
     let path = data("valid/least.yaml");
     // Its tokenizer is an empty object, which cannot be loaded.
     let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    let output = command.args(["check", "--fast", "--config"]).arg(&path).output().unwrap();
-    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
-    assert_eq!(String::from_utf8(output.stdout).unwrap(), Config::load(&path).unwrap().to_yaml().unwrap());
+    let output = command
+        .args(["check", "--fast", "--config"])
+        .arg(&path)
+        .output()
+        .unwrap();
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
+    assert_eq!(
+        String::from_utf8(output.stdout).unwrap(),
+        Config::load(&path).unwrap().to_yaml().unwrap()
+    );
 }
 
 #[test]
 fn check_accepts_the_flags_of_serve() {
     let check = |flags: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command.args(["check", "--fast"]).args(flags).output().unwrap()
+        command
+            .args(["check", "--fast"])
+            .args(flags)
+            .output()
+            .unwrap()
     };
-    let output = check(&["--pool-name", "qwen", "--pool-namespace", "inference", "--grpc-port", "9008"]);
-    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
+    let output = check(&[
+        "--pool-name",
+        "qwen",
+        "--pool-namespace",
+        "inference",
+        "--grpc-port",
+        "9008",
+    ]);
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
     let resolved = String::from_utf8(output.stdout).unwrap();
     for line in ["name: qwen", "namespace: inference", "tcp: 0.0.0.0:9008"] {
         assert!(resolved.contains(line), "{line}: {resolved}");
@@ -276,15 +423,25 @@ fn check_accepts_the_flags_of_serve() {
 fn the_check_command_warns_of_what_is_hardly_meant() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("warmroute.yaml");
-    let prefill =
-        "- {id: 1, endpoint: '10.0.0.1:80', role: prefill}\n- {id: 2, endpoint: '10.0.0.2:80', role: decode}\n";
+    let prefill = "- {id: 1, endpoint: '10.0.0.1:80', role: prefill}\n- {id: 2, endpoint: '10.0.0.2:80', role: decode}\n";
     fs::write(dir.path().join("workers.yaml"), prefill).unwrap();
     for (prefill, warning) in [("", "nobody prefills there"), (", prefill: {by: call}", "")] {
-        fs::write(&file, format!("models: [{{name: m{prefill}}}]\nworkers_file: workers.yaml\n")).unwrap();
+        fs::write(
+            &file,
+            format!("models: [{{name: m{prefill}}}]\nworkers_file: workers.yaml\n"),
+        )
+        .unwrap();
         let output = check(&file);
         let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!((output.status.code(), said.lines().count()), (Some(0), usize::from(!warning.is_empty())), "{said}");
-        assert!(said.contains(warning) && (said.is_empty() || said.starts_with("warning: model m: ")), "{said}");
+        assert_eq!(
+            (output.status.code(), said.lines().count()),
+            (Some(0), usize::from(!warning.is_empty())),
+            "{said}"
+        );
+        assert!(
+            said.contains(warning) && (said.is_empty() || said.starts_with("warning: model m: ")),
+            "{said}"
+        );
     }
 }
 
@@ -299,7 +456,11 @@ fn configured_with(dir: &Path, files: &[&str], tokenizer: &str) -> PathBuf {
     }
     let file = dir.join("w.yaml");
     let workers = "workers: [{id: 1, endpoint: '10.0.0.1:8000'}]";
-    fs::write(&file, format!("models:\n  - name: m\n    tokenizer: {tokenizer}\n{workers}\n")).unwrap();
+    fs::write(
+        &file,
+        format!("models:\n  - name: m\n    tokenizer: {tokenizer}\n{workers}\n"),
+    )
+    .unwrap();
     file
 }
 
@@ -308,9 +469,24 @@ fn check_refuses_tokenizers_that_serve_refuses() {
     type Damage = fn(&Path);
     let all = ["tokenizer.json.gz", "tokenizer_config.json", "config.json"];
     let cases: [(&[&str], &str, Damage, &str); 4] = [
-        (&all, "tokenizer_config.json", |_| (), "is not a tokenizer.json: it has no `model`; did you mean"),
-        (&all, "tokenizer.json.gz", |dir| fs::write(dir.join("tokenizer.json.gz"), "").unwrap(), "the file is empty"),
-        (&all[..2], "tokenizer.json.gz", |_| (), "copy the model's config.json beside"),
+        (
+            &all,
+            "tokenizer_config.json",
+            |_| (),
+            "is not a tokenizer.json: it has no `model`; did you mean",
+        ),
+        (
+            &all,
+            "tokenizer.json.gz",
+            |dir| fs::write(dir.join("tokenizer.json.gz"), "").unwrap(),
+            "the file is empty",
+        ),
+        (
+            &all[..2],
+            "tokenizer.json.gz",
+            |_| (),
+            "copy the model's config.json beside",
+        ),
         (
             &all,
             "tokenizer.json.gz",
@@ -324,31 +500,66 @@ fn check_refuses_tokenizers_that_serve_refuses() {
         damage(dir.path());
         let output = check(&file);
         let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{said}");
-        assert!(said.starts_with(&format!("{}:3:16: ", file.display())) && said.contains(expected), "{said}");
+        assert_eq!(
+            (output.status.code(), said.lines().count()),
+            (Some(2), 1),
+            "{said}"
+        );
+        assert!(
+            said.starts_with(&format!("{}:3:16: ", file.display())) && said.contains(expected),
+            "{said}"
+        );
         assert!(output.stdout.is_empty());
         let mut fast = Command::new(env!("CARGO_BIN_EXE_warmroute"));
         fast.args(["check", "--fast", "--config"]).arg(&file);
-        assert_eq!(fast.output().unwrap().status.code(), Some(0), "--fast does not load tokenizers");
+        assert_eq!(
+            fast.output().unwrap().status.code(),
+            Some(0),
+            "--fast does not load tokenizers"
+        );
     }
 }
 
 #[test]
 fn check_warns_of_a_missing_chat_template() {
     let dir = tempfile::tempdir().unwrap();
-    let file = configured_with(dir.path(), &["tokenizer.json.gz", "config.json"], "tokenizer.json.gz");
-    let settings: Value = serde_json::from_slice(&fs::read(model_file("tokenizer_config.json")).unwrap()).unwrap();
-    let write = |settings: &Value| fs::write(dir.path().join("tokenizer_config.json"), settings.to_string()).unwrap();
+    let file = configured_with(
+        dir.path(),
+        &["tokenizer.json.gz", "config.json"],
+        "tokenizer.json.gz",
+    );
+    let settings: Value =
+        serde_json::from_slice(&fs::read(model_file("tokenizer_config.json")).unwrap()).unwrap();
+    let write = |settings: &Value| {
+        fs::write(
+            dir.path().join("tokenizer_config.json"),
+            settings.to_string(),
+        )
+        .unwrap()
+    };
     write(&settings);
     let output = check(&file);
-    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
     let mut without = settings;
-    without.as_object_mut().unwrap().remove("chat_template").unwrap();
+    without
+        .as_object_mut()
+        .unwrap()
+        .remove("chat_template")
+        .unwrap();
     write(&without);
     let output = check(&file);
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(0), "{said}");
-    assert!(said.starts_with("warning: model m: it has no chat template") && said.lines().count() == 1, "{said}");
+    assert!(
+        said.starts_with("warning: model m: it has no chat template") && said.lines().count() == 1,
+        "{said}"
+    );
 }
 
 #[test]
@@ -356,14 +567,22 @@ fn the_check_command_ends_with_two_and_one_line_per_mistake() {
     for name in ["unknown_keys", "workers", "workers_file_broken", "not_yaml"] {
         let path = data("broken").join(name).with_extension("yaml");
         let output = check(&path);
-        let lines: String = Config::load(&path).unwrap_err().iter().map(|error| format!("{error}\n")).collect();
+        let lines: String = Config::load(&path)
+            .unwrap_err()
+            .iter()
+            .map(|error| format!("{error}\n"))
+            .collect();
         assert_eq!(output.status.code(), Some(2));
         assert_eq!(String::from_utf8(output.stderr).unwrap(), lines);
         assert!(output.stdout.is_empty());
     }
     let output = check(Path::new("/no/such/warmroute.yaml"));
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8(output.stderr).unwrap().starts_with("/no/such/warmroute.yaml: the file cannot be read"));
+    assert!(
+        String::from_utf8(output.stderr)
+            .unwrap()
+            .starts_with("/no/such/warmroute.yaml: the file cannot be read")
+    );
 }
 
 /// A workers file in a folder of its own, being followed. Ends by drop.
@@ -389,11 +608,18 @@ impl Followed {
         lay(folder.path());
         let (report, fleet) = watch::channel(Vec::new());
         let metrics = Arc::new(Metrics::new());
-        let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
+        let model = ServedModel {
+            name: "m".into(),
+            block_size: BlockSize::new(16).unwrap(),
+            meets: false,
+        };
         let followed = WorkersFile {
             path: folder.path().join("workers.yaml"),
             models: vec![model],
-            follow: DiscoveryConfig { poll, debounce: Period::millis(10) },
+            follow: DiscoveryConfig {
+                poll,
+                debounce: Period::millis(10),
+            },
         };
         let watching = file::watch(followed, Arc::clone(&metrics), move |workers| {
             report.send_replace(workers.iter().map(|worker| worker.id.0).collect());
@@ -401,7 +627,12 @@ impl Followed {
         let task = tokio::spawn(async move {
             watching.await;
         });
-        Self { folder, fleet, metrics, task }
+        Self {
+            folder,
+            fleet,
+            metrics,
+            task,
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -416,11 +647,18 @@ impl Followed {
     async fn fleet_is(&mut self, ids: &[u64]) {
         let waiting = tokio::time::timeout(DEADLINE, self.fleet.wait_for(|fleet| fleet == ids));
         let reached = matches!(waiting.await, Ok(Ok(_)));
-        assert!(reached, "the fleet is {:?}, not {ids:?}", *self.fleet.borrow());
+        assert!(
+            reached,
+            "the fleet is {:?}, not {ids:?}",
+            *self.fleet.borrow()
+        );
     }
 
     fn reloads(&self, outcome: &'static str) -> u64 {
-        self.metrics.workers_file_reloads.get_or_create(&OutcomeLabel { outcome }).get()
+        self.metrics
+            .workers_file_reloads
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
     }
 
     async fn valid_is(&self, valid: i64) {
@@ -429,17 +667,23 @@ impl Followed {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(DEADLINE, reached).await.expect("the file's validity does not change");
+        tokio::time::timeout(DEADLINE, reached)
+            .await
+            .expect("the file's validity does not change");
     }
 }
 
 fn list(ids: &[u64]) -> String {
-    ids.iter().map(|id| format!("- {{id: {id}, endpoint: '10.0.0.{id}:8000'}}\n")).collect()
+    ids.iter()
+        .map(|id| format!("- {{id: {id}, endpoint: '10.0.0.{id}:8000'}}\n"))
+        .collect()
 }
 
 #[tokio::test]
 async fn a_rename_and_a_write_in_place_are_seen_without_polling() {
-    let mut followed = Followed::start(NEVER, |folder| fs::write(folder.join("workers.yaml"), list(&[1])).unwrap());
+    let mut followed = Followed::start(NEVER, |folder| {
+        fs::write(folder.join("workers.yaml"), list(&[1])).unwrap()
+    });
     followed.fleet_is(&[1]).await;
     followed.rename_into_place(&list(&[1, 2]));
     followed.fleet_is(&[1, 2]).await;
@@ -450,7 +694,9 @@ async fn a_rename_and_a_write_in_place_are_seen_without_polling() {
 
 #[tokio::test]
 async fn a_broken_and_a_deleted_file_keep_the_fleet_and_a_mended_one_replaces_it() {
-    let mut followed = Followed::start(NEVER, |folder| fs::write(folder.join("workers.yaml"), list(&[1, 2])).unwrap());
+    let mut followed = Followed::start(NEVER, |folder| {
+        fs::write(folder.join("workers.yaml"), list(&[1, 2])).unwrap()
+    });
     followed.fleet_is(&[1, 2]).await;
     followed.rename_into_place("- {id: 3, endpoint: '10.0.0.3:8000'}\n- {id: 4, endpoin");
     followed.valid_is(0).await;
@@ -498,8 +744,9 @@ async fn a_change_that_nobody_tells_of_is_found_by_polling() {
     let elsewhere = tempfile::tempdir().unwrap();
     let target = elsewhere.path().join("list.yaml");
     fs::write(&target, list(&[1])).unwrap();
-    let mut followed =
-        Followed::start(Period::millis(20), |folder| symlink(&target, folder.join("workers.yaml")).unwrap());
+    let mut followed = Followed::start(Period::millis(20), |folder| {
+        symlink(&target, folder.join("workers.yaml")).unwrap()
+    });
     followed.fleet_is(&[1]).await;
     fs::write(elsewhere.path().join("next"), list(&[2])).unwrap();
     fs::rename(elsewhere.path().join("next"), &target).unwrap();

@@ -39,7 +39,11 @@ impl Names {
     fn start(records: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let port = FreePort::find().unwrap().release();
-        let mut names = Self { server: None, port, dir };
+        let mut names = Self {
+            server: None,
+            port,
+            dir,
+        };
         names.say(records);
         names
     }
@@ -48,9 +52,22 @@ impl Names {
     fn say(&mut self, records: &[&str]) {
         self.server = None;
         let mut command = DNSMASQ.command().unwrap();
-        command.args(["--keep-in-foreground", "--no-resolv", "--no-hosts", "--bind-interfaces", "--user=root"]);
-        command.args(["--conf-file=/dev/null", "--pid-file=", "--listen-address=127.0.0.1", "--local=/test/"]);
-        command.arg(format!("--port={}", self.port)).args(records.iter().map(|record| format!("--{record}")));
+        command.args([
+            "--keep-in-foreground",
+            "--no-resolv",
+            "--no-hosts",
+            "--bind-interfaces",
+            "--user=root",
+        ]);
+        command.args([
+            "--conf-file=/dev/null",
+            "--pid-file=",
+            "--listen-address=127.0.0.1",
+            "--local=/test/",
+        ]);
+        command
+            .arg(format!("--port={}", self.port))
+            .args(records.iter().map(|record| format!("--{record}")));
         self.server = Some(Child::spawn("dnsmasq", &command, self.dir.path()).unwrap());
     }
 
@@ -77,26 +94,48 @@ impl Follows {
         let (told, fleets) = watch::channel(None);
         let metrics = Arc::new(Metrics::new());
         let block_size = BlockSize::new(16).unwrap();
-        let models = vec![ServedModel { name: "m".into(), block_size, meets: false }];
+        let models = vec![ServedModel {
+            name: "m".into(),
+            block_size,
+            meets: false,
+        }];
         let of_task = metrics.clone();
         let task = tokio::spawn(async move {
-            dns::watch(names, models, of_task, |fleet| _ = told.send_replace(Some(fleet))).await.unwrap();
+            dns::watch(names, models, of_task, |fleet| {
+                _ = told.send_replace(Some(fleet))
+            })
+            .await
+            .unwrap();
         });
-        Self { fleets, metrics, task }
+        Self {
+            fleets,
+            metrics,
+            task,
+        }
     }
 
     fn endpoints(&self) -> Option<Vec<String>> {
-        self.fleets.borrow().as_ref().map(|fleet| fleet.iter().map(|worker| worker.endpoint.to_string()).collect())
+        self.fleets.borrow().as_ref().map(|fleet| {
+            fleet
+                .iter()
+                .map(|worker| worker.endpoint.to_string())
+                .collect()
+        })
     }
 
     async fn are(&self, endpoints: &[&str]) {
-        let found = until(PATIENCE, async || self.endpoints().is_some_and(|found| found == endpoints)).await;
+        let found = until(PATIENCE, async || {
+            self.endpoints().is_some_and(|found| found == endpoints)
+        })
+        .await;
         assert!(found, "{:?}, not {endpoints:?}", self.endpoints());
     }
 
     /// Waits until a source is as it should be.
     async fn up_is(&self, source: &str, up: i64) {
-        let label = SourceLabel { source: source.to_owned() };
+        let label = SourceLabel {
+            source: source.to_owned(),
+        };
         let is = async || self.metrics.discovery_up.get_or_create(&label).get() == up;
         assert!(until(PATIENCE, is).await, "{source} is not {up}");
     }
@@ -109,10 +148,15 @@ fn named(text: &str, names: &Names) -> DnsConfig {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn addresses_come_and_go_and_silence_changes_nothing() {
-    let mut names =
-        Names::start(&["host-record=e.test,10.0.0.1", "host-record=e.test,10.0.0.2", "host-record=e.test,2001:db8::1"]);
+    let mut names = Names::start(&[
+        "host-record=e.test,10.0.0.1",
+        "host-record=e.test,10.0.0.2",
+        "host-record=e.test,2001:db8::1",
+    ]);
     let follows = Follows::start(vec![named("name: e.test, port: 8000", &names)]);
-    follows.are(&["10.0.0.1:8000", "10.0.0.2:8000", "[2001:db8::1]:8000"]).await;
+    follows
+        .are(&["10.0.0.1:8000", "10.0.0.2:8000", "[2001:db8::1]:8000"])
+        .await;
     follows.up_is("dns e.test", 1).await;
     // A server that is away, and one that answers that it cannot.
     names.server = None;
@@ -137,23 +181,45 @@ async fn a_service_is_its_targets_and_a_refused_name_disturbs_no_other() {
     ];
     let mut names = Names::start(&records);
     let follows = Follows::start(vec![
-        named("name: _http._tcp.e.test, record: srv, worker: {role: decode}", &names),
+        named(
+            "name: _http._tcp.e.test, record: srv, worker: {role: decode}",
+            &names,
+        ),
         // The server refuses what is not below `test.`.
-        named("name: e.elsewhere, port: 9000, worker: {role: prefill}", &names),
+        named(
+            "name: e.elsewhere, port: 9000, worker: {role: prefill}",
+            &names,
+        ),
     ]);
     follows.are(&["10.0.0.1:8001", "10.0.0.2:8002"]).await;
     follows.up_is("dns _http._tcp.e.test", 1).await;
     follows.up_is("dns e.elsewhere", 0).await;
-    names.say(&["srv-host=_http._tcp.e.test,b.test,8003", "host-record=b.test,10.0.0.2"]);
+    names.say(&[
+        "srv-host=_http._tcp.e.test,b.test,8003",
+        "host-record=b.test,10.0.0.2",
+    ]);
     follows.are(&["10.0.0.2:8003"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn engines_that_only_a_name_knows_are_routed_to() {
     let mut deployment = Deployment::engines(&[fast(1), fast(2)]).await;
-    let service = |at: usize| format!("srv-host=_http._tcp.e.test,e.test,{}", deployment.engines[at].address.port());
-    let both = [service(0), service(1), "host-record=e.test,127.0.0.1".to_owned()];
-    let ids: Vec<u64> = deployment.engines.iter().map(|engine| worker_id(engine.address).0).collect();
+    let service = |at: usize| {
+        format!(
+            "srv-host=_http._tcp.e.test,e.test,{}",
+            deployment.engines[at].address.port()
+        )
+    };
+    let both = [
+        service(0),
+        service(1),
+        "host-record=e.test,127.0.0.1".to_owned(),
+    ];
+    let ids: Vec<u64> = deployment
+        .engines
+        .iter()
+        .map(|engine| worker_id(engine.address).0)
+        .collect();
     let mut names = Names::start(&[&both[0], &both[2]]);
     let source = json!([{
         "name": "_http._tcp.e.test", "record": "srv", "every": "50ms", "resolver": names.resolver(),
@@ -171,7 +237,12 @@ async fn engines_that_only_a_name_knows_are_routed_to() {
             number += 1;
             let answered = deployment.complete(&essay(number)).await;
             assert_eq!(answered.status, 200, "{answered:?}");
-            served.insert(answered.header("x-worker-instance-id").parse::<u64>().unwrap());
+            served.insert(
+                answered
+                    .header("x-worker-instance-id")
+                    .parse::<u64>()
+                    .unwrap(),
+            );
             served.len() == wanted
         });
         assert!(all.await, "{served:?}");
@@ -182,6 +253,14 @@ async fn engines_that_only_a_name_knows_are_routed_to() {
     assert_eq!(served(2).await, BTreeSet::from([ids[0], ids[1]]));
     deployment.settle().await;
     let page = deployment.metrics().await;
-    assert_eq!(page.sum("discovery_up", &[("source", "dns _http._tcp.e.test")]), 1.0);
-    assert_eq!(page.samples("worker_cached_blocks").filter(|sample| sample.labels["tier"] == "device").count(), 2);
+    assert_eq!(
+        page.sum("discovery_up", &[("source", "dns _http._tcp.e.test")]),
+        1.0
+    );
+    assert_eq!(
+        page.samples("worker_cached_blocks")
+            .filter(|sample| sample.labels["tier"] == "device")
+            .count(),
+        2
+    );
 }

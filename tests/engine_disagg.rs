@@ -2,7 +2,10 @@
 //! there. What must come out is what one engine would have said alone, and everything that a router can do wrong must be
 //! counted.
 
-#![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "in a test, and in what helps it, a failure is a failed test"
+)]
 
 #[path = "engine_disagg/bed.rs"]
 mod bed;

@@ -1,7 +1,10 @@
 //! Engines that are told of sessions: a server with SGLang's two session endpoints, which remembers what it was told and
 //! refuses what SGLang refuses.
 
-#![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "in a test, and in what helps it, a failure is a failed test"
+)]
 
 #[path = "engine_sessions/engine.rs"]
 mod engine;
@@ -31,7 +34,9 @@ use warmroute::index::PrefixIndex;
 use warmroute::load::LoadTracker;
 use warmroute::metrics::{EngineSessionLabels, Metrics};
 use warmroute::router::{Router, RouterSettings};
-use warmroute::sessions::{Binding, Entry, Hold, SessionKey, SessionName, SessionRules, Sessions, Stamp, Use, Word};
+use warmroute::sessions::{
+    Binding, Entry, Hold, SessionKey, SessionName, SessionRules, Sessions, Stamp, Use, Word,
+};
 use warmroute::settings::Period;
 use warmroute::worker::{BlockSize, DpRank, Endpoint, Ranks, Worker, WorkerId, WorkerRank};
 
@@ -58,8 +63,16 @@ impl Drop for Bed {
 
 fn worker(id: u64, address: SocketAddr) -> Worker {
     Worker {
-        ranks: Ranks { start: 0, size: 2.try_into().unwrap() },
-        ..Worker::new(WorkerId(id), Endpoint(address), "m".into(), BlockSize::new(16).unwrap())
+        ranks: Ranks {
+            start: 0,
+            size: 2.try_into().unwrap(),
+        },
+        ..Worker::new(
+            WorkerId(id),
+            Endpoint(address),
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        )
     }
 }
 
@@ -67,37 +80,85 @@ impl Bed {
     fn start(addresses: &[SocketAddr], config: EngineSessionsConfig) -> Self {
         let seconds = Arc::new(AtomicU64::new(0));
         let (begin, clock) = (Instant::now(), seconds.clone());
-        let rules = SessionRules { ttl: Duration::from_secs(TTL), ..SessionRules::default() };
-        let sessions = Sessions::new(rules, move || begin + Duration::from_secs(clock.load(Ordering::Relaxed)));
+        let rules = SessionRules {
+            ttl: Duration::from_secs(TTL),
+            ..SessionRules::default()
+        };
+        let sessions = Sessions::new(rules, move || {
+            begin + Duration::from_secs(clock.load(Ordering::Relaxed))
+        });
         let load = LoadTracker::new(Instant::now);
-        let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
+        let router = Arc::new(Router::new(
+            PrefixIndex::new(),
+            load,
+            RouterSettings::default(),
+            1,
+        ));
         let metrics = Arc::new(Metrics::new());
-        let access =
-            EngineAccess::new(&EngineClient::new(&EnginesConfig::default()).unwrap(), &EnginesConfig::default());
-        let engines = EngineSessions::new(config, access, sessions.clone(), router.clone(), metrics.clone());
+        let access = EngineAccess::new(
+            &EngineClient::new(&EnginesConfig::default()).unwrap(),
+            &EnginesConfig::default(),
+        );
+        let engines = EngineSessions::new(
+            config,
+            access,
+            sessions.clone(),
+            router.clone(),
+            metrics.clone(),
+        );
         let running = engines.clone();
         let task = tokio::spawn(async move { running.run().await });
-        let bed = Self { sessions, router, engines, metrics, seconds, task };
+        let bed = Self {
+            sessions,
+            router,
+            engines,
+            metrics,
+            seconds,
+            task,
+        };
         bed.serve(addresses);
         bed
     }
 
     fn serve(&self, addresses: &[SocketAddr]) {
-        let workers = addresses.iter().zip(1..).map(|(address, id)| worker(id, *address)).collect();
+        let workers = addresses
+            .iter()
+            .zip(1..)
+            .map(|(address, id)| worker(id, *address))
+            .collect();
         let fleet = Arc::new(self.router.fleet().reconcile(workers).fleet);
         self.router.publish(fleet.clone());
-        self.sessions.retain(|worker| fleet.worker(worker).is_some());
+        self.sessions
+            .retain(|worker| fleet.worker(worker).is_some());
     }
 
     fn first(&self, id: &str) -> Binding {
-        match self.sessions.enter(SessionName { id, parent: None, model: None, tenant: None }).unwrap() {
+        match self
+            .sessions
+            .enter(SessionName {
+                id,
+                parent: None,
+                model: None,
+                tenant: None,
+            })
+            .unwrap()
+        {
             Entry::First(binding) => binding,
             other => panic!("{other:?}"),
         }
     }
 
     fn bound(&self, id: &str) -> Hold {
-        match self.sessions.enter(SessionName { id, parent: None, model: None, tenant: None }).unwrap() {
+        match self
+            .sessions
+            .enter(SessionName {
+                id,
+                parent: None,
+                model: None,
+                tenant: None,
+            })
+            .unwrap()
+        {
             Entry::Bound(hold) => hold,
             other => panic!("{other:?}"),
         }
@@ -109,7 +170,10 @@ impl Bed {
     }
 
     fn count(&self, call: &'static str, outcome: &'static str) -> u64 {
-        self.metrics.engine_session_calls.get_or_create(&EngineSessionLabels { call, outcome }).get()
+        self.metrics
+            .engine_session_calls
+            .get_or_create(&EngineSessionLabels { call, outcome })
+            .get()
     }
 
     /// Waits until nothing is open because of us.
@@ -130,7 +194,11 @@ impl Bed {
             }
         };
         let reached = tokio::time::timeout(DEADLINE, counted).await;
-        assert!(reached.is_ok(), "{call} {outcome} is {}, not {count}", self.count(call, outcome));
+        assert!(
+            reached.is_ok(),
+            "{call} {outcome} is {}, not {count}",
+            self.count(call, outcome)
+        );
         assert_eq!(self.count(call, outcome), count);
     }
 }
@@ -140,7 +208,10 @@ fn sglang() -> EngineSessionsConfig {
 }
 
 fn rank(worker: u64, rank: u32) -> WorkerRank {
-    WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) }
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(rank),
+    }
 }
 
 #[tokio::test]
@@ -157,7 +228,10 @@ async fn a_session_is_opened_once_and_closed_when_it_was_not_used_for_its_time()
     bed.pass(TTL);
     assert_eq!(engine.heard(2).await, [open("a"), close("a")]);
     bed.counted("close", "ok", 1).await;
-    assert_eq!((bed.count("open", "ok"), bed.metrics.engine_sessions.get()), (1, 0));
+    assert_eq!(
+        (bed.count("open", "ok"), bed.metrics.engine_sessions.get()),
+        (1, 0)
+    );
 }
 
 #[tokio::test]
@@ -174,7 +248,10 @@ async fn the_last_request_of_a_session_closes_it() {
 
 #[tokio::test]
 async fn a_session_that_moves_is_closed_where_it_was_and_opened_where_it_goes() {
-    let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Well).await];
+    let engines = [
+        Engine::start(Manner::Well).await,
+        Engine::start(Manner::Well).await,
+    ];
     let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());
     let mut hold = bed.first("a").bind(rank(1, 0));
     engines[0].heard(1).await;
@@ -183,7 +260,10 @@ async fn a_session_that_moves_is_closed_where_it_was_and_opened_where_it_goes() 
     assert_eq!(engines[1].heard(1).await, [open("a")]);
     // Another rank of the same worker has a cache of its own, so what was kept is of no use there.
     hold.rebind(rank(2, 0));
-    assert_eq!(engines[1].heard(3).await, [open("a"), close("a"), open("a")]);
+    assert_eq!(
+        engines[1].heard(3).await,
+        [open("a"), close("a"), open("a")]
+    );
     hold.rebind(rank(1, 0));
     assert_eq!(engines[1].heard(4).await[3], close("a"));
     assert_eq!(engines[0].heard(3).await[2], open("a"));
@@ -191,7 +271,10 @@ async fn a_session_that_moves_is_closed_where_it_was_and_opened_where_it_goes() 
 
 #[tokio::test]
 async fn the_sessions_of_a_worker_that_leaves_the_fleet_are_closed_at_its_engine() {
-    let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Well).await];
+    let engines = [
+        Engine::start(Manner::Well).await,
+        Engine::start(Manner::Well).await,
+    ];
     let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());
     drop(bed.first("idle").bind(rank(2, 0)));
     let _running = bed.first("running").bind(rank(2, 0));
@@ -229,9 +312,12 @@ async fn groups_are_not_opened_and_what_is_configured_is_said() {
         ..EngineSessionsConfig::of(EngineKind::Sglang)
     };
     let bed = Bed::start(&[engine.address], config);
-    let Ok(Entry::First(group)) =
-        bed.sessions.enter(SessionName { id: "child", parent: Some("p"), model: None, tenant: None })
-    else {
+    let Ok(Entry::First(group)) = bed.sessions.enter(SessionName {
+        id: "child",
+        parent: Some("p"),
+        model: None,
+        tenant: None,
+    }) else {
         panic!("nobody was there before")
     };
     drop(group.bind(rank(1, 0)));
@@ -244,15 +330,28 @@ async fn groups_are_not_opened_and_what_is_configured_is_said() {
 
 #[tokio::test]
 async fn an_engine_that_is_down_or_refuses_is_counted_and_nothing_else_happens() {
-    let down = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let down = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap();
     let engine = Engine::start(Manner::Well).await;
     // Somebody else has this one open.
-    engine.told.send_modify(|told| told.open.extend(["taken".to_owned()]));
+    engine
+        .told
+        .send_modify(|told| told.open.extend(["taken".to_owned()]));
     let bed = Bed::start(&[down, engine.address], sglang());
-    drop((bed.first("a").bind(rank(1, 0)), bed.first("taken").bind(rank(2, 0))));
+    drop((
+        bed.first("a").bind(rank(1, 0)),
+        bed.first("taken").bind(rank(2, 0)),
+    ));
     bed.counted("open", "unreachable", 1).await;
     bed.counted("open", "status", 1).await;
-    assert_eq!(bed.bound("a").target(), rank(1, 0), "the session is where it was");
+    assert_eq!(
+        bed.bound("a").target(),
+        rank(1, 0),
+        "the session is where it was"
+    );
     bed.pass(TTL);
     // Where nobody was there is nothing to close. The refused one may be left from ourselves, before we began anew.
     bed.counted("close", "ok", 1).await;
@@ -266,8 +365,14 @@ async fn an_engine_that_is_down_or_refuses_is_counted_and_nothing_else_happens()
 
 #[tokio::test]
 async fn an_engine_that_hangs_delays_no_other_and_is_told_to_close_what_it_may_have_opened() {
-    let engines = [Engine::start(Manner::Never).await, Engine::start(Manner::Well).await];
-    let config = EngineSessionsConfig { timeout: Period::millis(50), ..sglang() };
+    let engines = [
+        Engine::start(Manner::Never).await,
+        Engine::start(Manner::Well).await,
+    ];
+    let config = EngineSessionsConfig {
+        timeout: Period::millis(50),
+        ..sglang()
+    };
     let bed = Bed::start(&[engines[0].address, engines[1].address], config);
     for nth in 0..100 {
         drop(bed.first(&format!("slow {nth}")).bind(rank(1, 0)));
@@ -289,13 +394,27 @@ async fn a_session_that_another_router_sees_to_is_not_closed_until_it_is_inherit
     bed.sessions.on_word(1, || ());
     let hold = bed.first("a").bind(rank(1, 0));
     bed.counted("open", "ok", 1).await;
-    let session = Arc::new(SessionKey { model: None, tenant: None, group: false, id: "a".into() });
-    let bound =
-        |version, by| Word::Bound { session: session.clone(), target: rank(1, 0), stamp: Stamp { version, by } };
+    let session = Arc::new(SessionKey {
+        model: None,
+        tenant: None,
+        group: false,
+        id: "a".into(),
+    });
+    let bound = |version, by| Word::Bound {
+        session: session.clone(),
+        target: rank(1, 0),
+        stamp: Stamp { version, by },
+    };
     bed.sessions.take(bound(1, 2), Use::Now);
     bed.forgets().await;
     drop(hold);
-    bed.sessions.take(Word::Ended { session: session.clone(), stamp: Stamp { version: 1, by: 2 } }, Use::Now);
+    bed.sessions.take(
+        Word::Ended {
+            session: session.clone(),
+            stamp: Stamp { version: 1, by: 2 },
+        },
+        Use::Now,
+    );
     // Calls of one session come in their order: had it been closed for this end, that would have come before.
     drop(bed.first("a").bind(rank(1, 0)));
     bed.counted("open", "status", 1).await;
@@ -316,7 +435,12 @@ async fn tenants_share_one_session_of_an_engine() {
     let engine = Engine::start(Manner::Well).await;
     let bed = Bed::start(&[engine.address], sglang());
     let bind = |tenant, dp_rank| {
-        let name = SessionName { id: "a", parent: None, model: None, tenant: Some(tenant) };
+        let name = SessionName {
+            id: "a",
+            parent: None,
+            model: None,
+            tenant: Some(tenant),
+        };
         match bed.sessions.enter(name).unwrap() {
             Entry::First(binding) => binding.bind(rank(1, dp_rank)),
             other => panic!("{other:?}"),
@@ -329,7 +453,11 @@ async fn tenants_share_one_session_of_an_engine() {
     drop(two);
     let _other = bed.first("b").bind(rank(1, 0));
     bed.counted("open", "ok", 2).await;
-    assert_eq!(engine.calls(), [open("a"), open("b")], "tenant one still uses it");
+    assert_eq!(
+        engine.calls(),
+        [open("a"), open("b")],
+        "tenant one still uses it"
+    );
     one.finish();
     drop(one);
     bed.counted("close", "ok", 1).await;
@@ -341,25 +469,46 @@ async fn requests_of_inherited_sessions_do_not_wait() {
     let engine = Engine::start(Manner::Never).await;
     let bed = Bed::start(&[engine.address], sglang());
     bed.sessions.on_word(1, || ());
-    let session = Arc::new(SessionKey { model: None, tenant: None, group: false, id: "a".into() });
+    let session = Arc::new(SessionKey {
+        model: None,
+        tenant: None,
+        group: false,
+        id: "a".into(),
+    });
     let stamp = Stamp { version: 1, by: 2 };
-    bed.sessions.take(Word::Bound { session, target: rank(1, 0), stamp }, Use::Now);
+    bed.sessions.take(
+        Word::Bound {
+            session,
+            target: rank(1, 0),
+            stamp,
+        },
+        Use::Now,
+    );
     assert_eq!(bed.sessions.inherit(|_| false), 1);
-    let waiting = bed.engines.wait_until_open(rank(1, 0), "a".to_owned(), None);
+    let waiting = bed
+        .engines
+        .wait_until_open(rank(1, 0), "a".to_owned(), None);
     let open = tokio::time::timeout(bed.engines.deadline() / 2, waiting).await;
     assert!(open.is_ok(), "the engine has it open");
 }
 
 #[tokio::test]
 async fn at_the_end_all_that_is_open_is_closed_and_who_hangs_is_left() {
-    let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Never).await];
+    let engines = [
+        Engine::start(Manner::Well).await,
+        Engine::start(Manner::Never).await,
+    ];
     let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());
-    let holds: Vec<_> = (0..300).map(|nth| bed.first(&nth.to_string()).bind(rank(1, 0))).collect();
+    let holds: Vec<_> = (0..300)
+        .map(|nth| bed.first(&nth.to_string()).bind(rank(1, 0)))
+        .collect();
     let _hangs = bed.first("hangs").bind(rank(2, 0));
     bed.counted("open", "ok", 300).await;
     engines[1].heard(1).await;
     bed.task.abort();
-    bed.engines.close_all(Duration::from_millis(500), false).await;
+    bed.engines
+        .close_all(Duration::from_millis(500), false)
+        .await;
     assert!(engines[0].told.borrow().open.is_empty());
     assert_eq!(engines[1].calls(), [open("hangs"), close("hangs")]);
     drop(holds);
@@ -382,7 +531,11 @@ async fn what_is_in_use_is_left_to_heirs_and_the_rest_is_closed() {
 }
 
 fn header(key: &str, value: &str) -> HeaderValue {
-    HeaderValue { key: key.to_owned(), raw_value: value.as_bytes().to_vec(), ..HeaderValue::default() }
+    HeaderValue {
+        key: key.to_owned(),
+        raw_value: value.as_bytes().to_vec(),
+        ..HeaderValue::default()
+    }
 }
 
 /// A started warmroute in front of one engine.
@@ -401,29 +554,47 @@ impl Whole {
              drain: {{grace: 0s}}\n{more}",
             engine.address
         );
-        let app = App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap()).await.unwrap();
+        let app =
+            App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
+                .await
+                .unwrap();
         let address = app.ext_proc_address.unwrap();
         let stop = CancellationToken::new();
         let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
-        let client = ExternalProcessorClient::connect(format!("http://{address}")).await.unwrap();
-        Self { client, stop, running }
+        let client = ExternalProcessorClient::connect(format!("http://{address}"))
+            .await
+            .unwrap();
+        Self {
+            client,
+            stop,
+            running,
+        }
     }
 
     /// Sends a request through; ends when it is routed.
     fn send(&self, session: &[(&str, &str)], body: &str) -> JoinHandle<()> {
         let head = [(":method", "POST"), (":path", "/v1/completions")];
-        let head = head.iter().chain(session).map(|(key, value)| header(key, value)).collect();
+        let head = head
+            .iter()
+            .chain(session)
+            .map(|(key, value)| header(key, value))
+            .collect();
         let headers = Some(HeaderMap { headers: head });
         let messages = [
-            Message::RequestHeaders(proto::HttpHeaders { headers, ..proto::HttpHeaders::default() }),
+            Message::RequestHeaders(proto::HttpHeaders {
+                headers,
+                ..proto::HttpHeaders::default()
+            }),
             Message::RequestBody(proto::HttpBody {
                 body: body.as_bytes().to_vec(),
                 end_of_stream: true,
                 ..proto::HttpBody::default()
             }),
         ];
-        let request =
-            |message| proto::ProcessingRequest { request: Some(message), ..proto::ProcessingRequest::default() };
+        let request = |message| proto::ProcessingRequest {
+            request: Some(message),
+            ..proto::ProcessingRequest::default()
+        };
         let mut client = self.client.clone();
         tokio::spawn(async move {
             // Envoy keeps the stream open while the request runs.
@@ -431,7 +602,11 @@ impl Whole {
             for message in messages.map(request) {
                 sender.send(message).await.unwrap();
             }
-            let mut answers = client.process(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+            let mut answers = client
+                .process(ReceiverStream::new(receiver))
+                .await
+                .unwrap()
+                .into_inner();
             let mut replies = 0;
             while replies < 2 {
                 let answer = answers.message().await.unwrap().unwrap();
@@ -472,7 +647,10 @@ async fn requests_of_a_session_wait_until_it_is_open() {
     // A request without a session waits for nothing.
     whole.send(&[], BODY).await.unwrap();
     tokio::time::sleep(Duration::from_millis(200)).await;
-    assert!(!first.is_finished() && !second.is_finished(), "sent before the session was open");
+    assert!(
+        !first.is_finished() && !second.is_finished(),
+        "sent before the session was open"
+    );
     engine.told.send_modify(|told| told.released = true);
     first.await.unwrap();
     second.await.unwrap();
@@ -485,8 +663,15 @@ async fn requests_are_sent_when_opening_exceeds_its_deadline() {
     let engine = Engine::start(Manner::Never).await;
     let whole = Whole::start(&engine, ", timeout: 300ms", "").await;
     let began = Instant::now();
-    tokio::time::timeout(DEADLINE, whole.send(&[("x-session-id", "s")], BODY)).await.unwrap().unwrap();
-    assert!(began.elapsed() >= Duration::from_millis(250), "{:?}", began.elapsed());
+    tokio::time::timeout(DEADLINE, whole.send(&[("x-session-id", "s")], BODY))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(
+        began.elapsed() >= Duration::from_millis(250),
+        "{:?}",
+        began.elapsed()
+    );
     whole.stop().await;
 }
 
@@ -496,7 +681,12 @@ async fn session_calls_carry_the_token_of_engines() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("token");
     std::fs::write(&file, "secret\n").unwrap();
-    let whole = Whole::start(&engine, "", &format!("engines: {{token_file: '{}'}}\n", file.display())).await;
+    let whole = Whole::start(
+        &engine,
+        "",
+        &format!("engines: {{token_file: '{}'}}\n", file.display()),
+    )
+    .await;
     whole.send(&[("x-session-id", "s")], BODY).await.unwrap();
     assert_eq!(engine.calls(), [open("s")]);
     whole.stop().await;
@@ -505,7 +695,9 @@ async fn session_calls_carry_the_token_of_engines() {
 
 #[tokio::test]
 async fn session_control_of_trusted_clients_opens_and_closes() {
-    let body = |control: &str| format!(r#"{{"model": "m", "prompt": "x", "nvext": {{"session_control": {control}}}}}"#);
+    let body = |control: &str| {
+        format!(r#"{{"model": "m", "prompt": "x", "nvext": {{"session_control": {control}}}}}"#)
+    };
     let begins = body(r#"{"session_id": "s", "action": "open", "timeout": 90}"#);
     let ends = body(r#"{"session_id": "s", "action": "close"}"#);
     let engine = Engine::start(Manner::Well).await;

@@ -51,9 +51,14 @@ impl Worker {
         let endpoint = listener.local_addr().unwrap();
         let answer = async move |request: Request| {
             let (head, body) = request.into_parts();
-            let text = |(name, value): (_, &axum::http::HeaderValue)| (name, json!(value.to_str().unwrap()));
-            let headers: serde_json::Map<_, _> =
-                head.headers.iter().map(|(name, value)| text((name.as_str().to_owned(), value))).collect();
+            let text = |(name, value): (_, &axum::http::HeaderValue)| {
+                (name, json!(value.to_str().unwrap()))
+            };
+            let headers: serde_json::Map<_, _> = head
+                .headers
+                .iter()
+                .map(|(name, value)| text((name.as_str().to_owned(), value)))
+                .collect();
             let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
             Json(json!({"endpoint": endpoint.to_string(), "headers": headers, "bytes": body.len()}))
         };
@@ -67,9 +72,16 @@ impl Worker {
             });
             Body::from_stream(tokens.chain(rest))
         };
-        let app = Router::new().route("/v1/held", axum::routing::post(held)).fallback(answer);
-        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self { endpoint, end_held, task }
+        let app = Router::new()
+            .route("/v1/held", axum::routing::post(held))
+            .fallback(answer);
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self {
+            endpoint,
+            end_held,
+            task,
+        }
     }
 }
 
@@ -99,8 +111,15 @@ impl OneEndpoint {
     }
 
     fn start_with(endpoint: SocketAddr, socket: &Path, fails_tries: bool) -> Self {
-        let server = Self { endpoint, seen: Arc::default(), heads: Arc::default(), tries: Arc::default(), fails_tries };
-        let service = ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
+        let server = Self {
+            endpoint,
+            seen: Arc::default(),
+            heads: Arc::default(),
+            tries: Arc::default(),
+            fails_tries,
+        };
+        let service =
+            ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
         let incoming = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
         tokio::spawn(tonic::transport::Server::builder().serve_with_incoming(service, incoming));
         server
@@ -109,48 +128,92 @@ impl OneEndpoint {
     fn answer(&self, request: &proto::ProcessingRequest) -> Option<proto::ProcessingResponse> {
         let message = request.request.as_ref()?;
         if let Message::ResponseHeaders(headers) = message {
-            self.heads.lock().push(ResponseHead::read(headers.headers.as_ref(), &request.attributes));
+            self.heads.lock().push(ResponseHead::read(
+                headers.headers.as_ref(),
+                &request.attributes,
+            ));
         }
         let (name, reply) = match message {
-            Message::RequestHeaders(_) => ("request headers", Reply::RequestHeaders(Default::default())),
+            Message::RequestHeaders(_) => {
+                ("request headers", Reply::RequestHeaders(Default::default()))
+            }
             Message::RequestBody(_) => ("request body", Reply::RequestBody(Default::default())),
-            Message::ResponseHeaders(_) => ("response headers", Reply::ResponseHeaders(Default::default())),
+            Message::ResponseHeaders(_) => (
+                "response headers",
+                Reply::ResponseHeaders(Default::default()),
+            ),
             Message::ResponseBody(_) => ("response body", Reply::ResponseBody(Default::default())),
-            Message::RequestTrailers(_) => ("request trailers", Reply::RequestTrailers(Default::default())),
-            Message::ResponseTrailers(_) => ("response trailers", Reply::ResponseTrailers(Default::default())),
+            Message::RequestTrailers(_) => (
+                "request trailers",
+                Reply::RequestTrailers(Default::default()),
+            ),
+            Message::ResponseTrailers(_) => (
+                "response trailers",
+                Reply::ResponseTrailers(Default::default()),
+            ),
         };
         self.seen.lock().push(name);
         // As warmroute does it.
-        let text = |text: String| Value { kind: Some(Kind::StringValue(text)) };
+        let text = |text: String| Value {
+            kind: Some(Kind::StringValue(text)),
+        };
         let namespace = |fields: Vec<(&str, String)>| {
-            let fields = fields.into_iter().map(|(key, value)| (key.to_owned(), text(value))).collect();
-            Value { kind: Some(Kind::StructValue(Struct { fields })) }
+            let fields = fields
+                .into_iter()
+                .map(|(key, value)| (key.to_owned(), text(value)))
+                .collect();
+            Value {
+                kind: Some(Kind::StructValue(Struct { fields })),
+            }
         };
         let dynamic_metadata = matches!(message, Message::RequestBody(_)).then(|| {
-            let lb = vec![("x-gateway-destination-endpoint", self.endpoint.to_string()), ("worker_id", "1".to_owned())];
+            let lb = vec![
+                ("x-gateway-destination-endpoint", self.endpoint.to_string()),
+                ("worker_id", "1".to_owned()),
+            ];
             let ours = vec![("exchange", "the-only-one".to_owned())];
             Struct {
-                fields: [("envoy.lb".to_owned(), namespace(lb)), ("warmroute".to_owned(), namespace(ours))].into(),
+                fields: [
+                    ("envoy.lb".to_owned(), namespace(lb)),
+                    ("warmroute".to_owned(), namespace(ours)),
+                ]
+                .into(),
             }
         });
-        Some(proto::ProcessingResponse { response: Some(reply), dynamic_metadata, ..Default::default() })
+        Some(proto::ProcessingResponse {
+            response: Some(reply),
+            dynamic_metadata,
+            ..Default::default()
+        })
     }
 
     /// Lets a further try pass as it is, and notes it.
-    fn answer_try(&self, request: &proto::ProcessingRequest) -> Result<proto::ProcessingResponse, tonic::Status> {
+    fn answer_try(
+        &self,
+        request: &proto::ProcessingRequest,
+    ) -> Result<proto::ProcessingResponse, tonic::Status> {
         if self.fails_tries {
             return Err(tonic::Status::unavailable("as if nobody were there"));
         }
         let reply = match request.request.as_ref() {
             Some(Message::RequestBody(body)) => {
-                let named = request.metadata_context.as_ref().and_then(|told| told.filter_metadata.get("warmroute"));
-                assert!(named.is_some_and(|named| named.fields.contains_key("exchange")), "{request:?}");
+                let named = request
+                    .metadata_context
+                    .as_ref()
+                    .and_then(|told| told.filter_metadata.get("warmroute"));
+                assert!(
+                    named.is_some_and(|named| named.fields.contains_key("exchange")),
+                    "{request:?}"
+                );
                 self.tries.lock().push(body.body.len());
                 Reply::RequestBody(Default::default())
             }
             _ => Reply::RequestHeaders(Default::default()),
         };
-        Ok(proto::ProcessingResponse { response: Some(reply), ..Default::default() })
+        Ok(proto::ProcessingResponse {
+            response: Some(reply),
+            ..Default::default()
+        })
     }
 }
 
@@ -165,7 +228,9 @@ impl Drop for Exchange {
 
 #[tonic::async_trait]
 impl ExternalProcessor for OneEndpoint {
-    type ProcessStream = std::pin::Pin<Box<dyn Stream<Item = Result<proto::ProcessingResponse, tonic::Status>> + Send>>;
+    type ProcessStream = std::pin::Pin<
+        Box<dyn Stream<Item = Result<proto::ProcessingResponse, tonic::Status>> + Send>,
+    >;
 
     async fn process(
         &self,
@@ -175,14 +240,25 @@ impl ExternalProcessor for OneEndpoint {
         let filter = request.metadata().get("x-warmroute-filter").cloned();
         if filter.as_ref().is_some_and(|filter| filter == "retry") {
             let server = self.clone();
-            let replies = request.into_inner().map_while(move |message| Some(server.answer_try(&message.ok()?)));
+            let replies = request
+                .into_inner()
+                .map_while(move |message| Some(server.answer_try(&message.ok()?)));
             return Ok(tonic::Response::new(Box::pin(replies)));
         }
         let probe = filter.is_some_and(|filter| filter == "probe");
-        let recorder = if probe { Self { seen: Arc::default(), ..self.clone() } } else { self.clone() };
+        let recorder = if probe {
+            Self {
+                seen: Arc::default(),
+                ..self.clone()
+            }
+        } else {
+            self.clone()
+        };
         let exchange = Exchange(recorder);
         // An error is one of the ways in which the stream of an ordinary exchange ends.
-        let replies = request.into_inner().map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
+        let replies = request
+            .into_inner()
+            .map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
         Ok(tonic::Response::new(Box::pin(replies)))
     }
 }
@@ -212,7 +288,12 @@ impl Gateway {
     }
 
     async fn start_with(endpoints: &[SocketAddr], change: impl FnOnce(String) -> String) -> Self {
-        Self::start_file("standalone", |file| envoy::write_endpoints(file, endpoints).unwrap(), change).await
+        Self::start_file(
+            "standalone",
+            |file| envoy::write_endpoints(file, endpoints).unwrap(),
+            change,
+        )
+        .await
     }
 
     /// The file for prefill and decode, with decode workers and one more that prefills; patient as above.
@@ -222,7 +303,10 @@ impl Gateway {
             let labels = json!({"filter_metadata": {"envoy.lb": {"role": role, "worker_id": at.port().to_string()}}});
             json!({"endpoint": {"address": address}, "metadata": labels})
         };
-        let all = decode.iter().map(|at| (at, "decode")).chain([(&prefill, "prefill")]);
+        let all = decode
+            .iter()
+            .map(|at| (at, "decode"))
+            .chain([(&prefill, "prefill")]);
         let resources = json!({"resources": [{
             "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
             "cluster_name": "workers",
@@ -232,25 +316,51 @@ impl Gateway {
             assert_eq!(shipped.matches(" message_timeout: 1s").count(), 1);
             shipped.replace(" message_timeout: 1s", " message_timeout: 20s")
         };
-        Self::start_file(file, |file| fs::write(file, resources.to_string()).unwrap(), patient).await
+        Self::start_file(
+            file,
+            |file| fs::write(file, resources.to_string()).unwrap(),
+            patient,
+        )
+        .await
     }
 
-    async fn start_file(file: &str, list: impl FnOnce(&Path), change: impl FnOnce(String) -> String) -> Self {
+    async fn start_file(
+        file: &str,
+        list: impl FnOnce(&Path),
+        change: impl FnOnce(String) -> String,
+    ) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (port, admin_port) = (FreePort::find().unwrap(), FreePort::find().unwrap());
         let (port, admin_port) = (port.release(), admin_port.release());
-        let place = Standalone { run_dir: dir.path(), port, admin_port };
+        let place = Standalone {
+            run_dir: dir.path(),
+            port,
+            admin_port,
+        };
         list(&place.endpoint_file());
-        let envoy = envoy::start(&change(place.config_of(file, &[]).unwrap()), dir.path(), 1).await.unwrap();
-        Self { envoy, dir, port, admin_port }
+        let envoy = envoy::start(&change(place.config_of(file, &[]).unwrap()), dir.path(), 1)
+            .await
+            .unwrap();
+        Self {
+            envoy,
+            dir,
+            port,
+            admin_port,
+        }
     }
 
     fn place(&self) -> Standalone<'_> {
-        Standalone { run_dir: self.dir.path(), port: self.port, admin_port: self.admin_port }
+        Standalone {
+            run_dir: self.dir.path(),
+            port: self.port,
+            admin_port: self.admin_port,
+        }
     }
 
     fn post(&self, path: &str, bytes: usize) -> reqwest::RequestBuilder {
-        client().post(self.place().url(path)).body(vec![b'a'; bytes])
+        client()
+            .post(self.place().url(path))
+            .body(vec![b'a'; bytes])
     }
 
     /// The worker that answered and the status; connections are not reused, so each request is routed on its own.
@@ -258,7 +368,10 @@ impl Gateway {
         let answer = self.post("/v1/completions", 100).send().await.unwrap();
         let status = answer.status().as_u16();
         let body: Option<serde_json::Value> = answer.json().await.ok();
-        (status, body.map(|body| body["endpoint"].as_str().unwrap().to_owned()))
+        (
+            status,
+            body.map(|body| body["endpoint"].as_str().unwrap().to_owned()),
+        )
     }
 }
 
@@ -292,14 +405,21 @@ fn envoy_accepts_every_shipped_configuration_as_it_is() {
 fn the_filter_for_the_first_token_stands_first_wherever_there_is_one() {
     let mut probes = 0;
     for file in envoy::shipped().unwrap() {
-        let config: serde_json::Value = serde_saphyr::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-        let filters = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters";
+        let config: serde_json::Value =
+            serde_saphyr::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+        let filters =
+            "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters";
         let filters = config.pointer(filters).unwrap().as_array().unwrap().iter();
-        let metadata = |filter: &serde_json::Value| filter["typed_config"]["grpc_service"]["initial_metadata"].clone();
+        let metadata = |filter: &serde_json::Value| {
+            filter["typed_config"]["grpc_service"]["initial_metadata"].clone()
+        };
         let told = |filter| metadata(filter)[0]["value"].as_str().map(str::to_owned);
         let told: Vec<_> = filters.map(told).collect();
         let probe = Some("probe".to_owned());
-        match told.iter().position(|filter| *filter == Some("probed".to_owned())) {
+        match told
+            .iter()
+            .position(|filter| *filter == Some("probed".to_owned()))
+        {
             None => assert!(!told.contains(&probe), "{}", file.display()),
             Some(probed) => {
                 assert_eq!(
@@ -330,7 +450,10 @@ impl ShippedEndpointFile {
         lock.lock().unwrap();
         let path = Path::new(Self::PATH);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        Self { made: fs::File::create_new(path).is_ok(), _lock: lock }
+        Self {
+            made: fs::File::create_new(path).is_ok(),
+            _lock: lock,
+        }
     }
 }
 
@@ -346,14 +469,22 @@ impl Drop for ShippedEndpointFile {
 #[test]
 fn envoy_refuses_a_configuration_with_a_wrong_word() {
     let dir = tempfile::tempdir().unwrap();
-    let place = Standalone { run_dir: dir.path(), port: 10_000, admin_port: 9_900 };
+    let place = Standalone {
+        run_dir: dir.path(),
+        port: 10_000,
+        admin_port: 9_900,
+    };
     envoy::write_endpoints(&place.endpoint_file(), &[]).unwrap();
     let config = place.config().unwrap();
     let file = dir.path().join("envoy.yaml");
     fs::write(&file, &config).unwrap();
     envoy::validate(&file).unwrap();
 
-    fs::write(&file, config.replace("failure_mode_allow", "failure_mode_permit")).unwrap();
+    fs::write(
+        &file,
+        config.replace("failure_mode_allow", "failure_mode_permit"),
+    )
+    .unwrap();
     let refusal = envoy::validate(&file).unwrap_err().to_string();
     assert!(refusal.contains("failure_mode_permit"), "{refusal}");
 }
@@ -361,7 +492,10 @@ fn envoy_refuses_a_configuration_with_a_wrong_word() {
 #[test]
 fn the_envoy_in_use_tells_its_version() {
     let version = envoy::version(&envoy::binary().unwrap()).unwrap();
-    let parts: Vec<u32> = version.split('.').map(|part| part.parse().unwrap()).collect();
+    let parts: Vec<u32> = version
+        .split('.')
+        .map(|part| part.parse().unwrap())
+        .collect();
     assert_eq!(parts.len(), 3, "{version}");
 }
 
@@ -369,18 +503,37 @@ fn the_envoy_in_use_tells_its_version() {
 async fn without_warmroute_requests_are_answered_all_the_same() {
     let worker = Worker::start().await;
     let gateway = Gateway::start(&[worker.endpoint]).await;
-    for (path, bytes) in [("/v1/chat/completions", 1_000), ("/v1/completions", 10 * MB), ("/health", 0)] {
+    for (path, bytes) in [
+        ("/v1/chat/completions", 1_000),
+        ("/v1/completions", 10 * MB),
+        ("/health", 0),
+    ] {
         let seen = echo(gateway.post(path, bytes)).await;
         assert_eq!(seen["bytes"], bytes, "{path}");
     }
-    let stats = client().get(gateway.place().admin_url("/stats?filter=failure_mode_allowed")).send().await.unwrap();
+    let stats = client()
+        .get(
+            gateway
+                .place()
+                .admin_url("/stats?filter=failure_mode_allowed"),
+        )
+        .send()
+        .await
+        .unwrap();
     let stats = stats.text().await.unwrap();
-    assert!(stats.contains("http.ingress.ext_proc.failure_mode_allowed: 2"), "{stats}");
+    assert!(
+        stats.contains("http.ingress.ext_proc.failure_mode_allowed: 2"),
+        "{stats}"
+    );
 }
 
 /// An address where nobody listens.
 async fn nobody() -> SocketAddr {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap().local_addr().unwrap()
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
 }
 
 const DISAGGREGATED: [&str; 2] = ["disaggregated-call", "disaggregated-mirror"];
@@ -390,7 +543,8 @@ const DISAGGREGATED: [&str; 2] = ["disaggregated-call", "disaggregated-mirror"];
 async fn where_kv_is_handed_over_only_listed_paths_of_engines_are_reached() {
     for file in DISAGGREGATED {
         let (decode, prefill) = (Worker::start().await, Worker::start().await);
-        let gateway = Gateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
+        let gateway =
+            Gateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
         for path in [
             "/abort_request",
             "/flush_cache",
@@ -403,14 +557,37 @@ async fn where_kv_is_handed_over_only_listed_paths_of_engines_are_reached() {
             "/v1/load_lora_adapter",
             "/",
         ] {
-            let status = gateway.post(path, 10).send().await.unwrap().status().as_u16();
+            let status = gateway
+                .post(path, 10)
+                .send()
+                .await
+                .unwrap()
+                .status()
+                .as_u16();
             assert_eq!(status, 404, "{file} {path}");
         }
         // That is SGLang's own.
-        let generate = gateway.post("/generate", 10).send().await.unwrap().status().as_u16();
-        assert_eq!(generate, if file == "disaggregated-mirror" { 503 } else { 404 });
+        let generate = gateway
+            .post("/generate", 10)
+            .send()
+            .await
+            .unwrap()
+            .status()
+            .as_u16();
+        assert_eq!(
+            generate,
+            if file == "disaggregated-mirror" {
+                503
+            } else {
+                404
+            }
+        );
         for path in ["/health", "/metrics", "/v1/models?x=1"] {
-            assert_eq!(echo(gateway.post(path, 0)).await["endpoint"], decode.endpoint.to_string(), "{file} {path}");
+            assert_eq!(
+                echo(gateway.post(path, 0)).await["endpoint"],
+                decode.endpoint.to_string(),
+                "{file} {path}"
+            );
         }
     }
 }
@@ -421,21 +598,50 @@ async fn without_warmroute_decode_workers_get_what_they_can_do_alone_and_else_it
     let (decode, prefill) = (Worker::start().await, Worker::start().await);
     // Half of the tries meet somebody dead, and the next one is made though nobody is there to be asked.
     let dead = nobody().await;
-    let gateway = Gateway::start_disaggregated("disaggregated-call", &[dead, decode.endpoint], prefill.endpoint).await;
-    for path in ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"].repeat(4) {
-        assert_eq!(echo(gateway.post(path, 1_000)).await["endpoint"], decode.endpoint.to_string(), "{path}");
+    let gateway = Gateway::start_disaggregated(
+        "disaggregated-call",
+        &[dead, decode.endpoint],
+        prefill.endpoint,
+    )
+    .await;
+    for path in [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+    ]
+    .repeat(4)
+    {
+        assert_eq!(
+            echo(gateway.post(path, 1_000)).await["endpoint"],
+            decode.endpoint.to_string(),
+            "{path}"
+        );
     }
-    let gateway = Gateway::start_disaggregated("disaggregated-mirror", &[decode.endpoint], prefill.endpoint).await;
-    for path in ["/v1/chat/completions", "/v1/completions", "/generate", "/v1/embeddings"] {
-        assert_eq!(gateway.post(path, 1_000).send().await.unwrap().status(), 503, "{path}");
+    let gateway =
+        Gateway::start_disaggregated("disaggregated-mirror", &[decode.endpoint], prefill.endpoint)
+            .await;
+    for path in [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/generate",
+        "/v1/embeddings",
+    ] {
+        assert_eq!(
+            gateway.post(path, 1_000).send().await.unwrap().status(),
+            503,
+            "{path}"
+        );
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_try_but_the_first_is_shown_and_goes_to_another_decode_worker() {
     for file in DISAGGREGATED {
-        let (decode, prefill, dead) = (Worker::start().await, Worker::start().await, nobody().await);
-        let gateway = Gateway::start_disaggregated(file, &[dead, decode.endpoint], prefill.endpoint).await;
+        let (decode, prefill, dead) =
+            (Worker::start().await, Worker::start().await, nobody().await);
+        let gateway =
+            Gateway::start_disaggregated(file, &[dead, decode.endpoint], prefill.endpoint).await;
         let server = OneEndpoint::start(dead, &gateway.place().ext_proc_socket());
         for bytes in [100, MB, 10 * MB] {
             let seen = echo(gateway.post("/v1/completions", bytes)).await;
@@ -450,7 +656,8 @@ async fn every_try_but_the_first_is_shown_and_goes_to_another_decode_worker() {
     // The first one is not.
     for file in DISAGGREGATED {
         let (decode, prefill) = (Worker::start().await, Worker::start().await);
-        let gateway = Gateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
+        let gateway =
+            Gateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
         let server = OneEndpoint::start(decode.endpoint, &gateway.place().ext_proc_socket());
         echo(gateway.post("/v1/completions", 100)).await;
         assert_eq!(*server.tries.lock(), [0; 0], "{file}");
@@ -461,11 +668,23 @@ async fn every_try_but_the_first_is_shown_and_goes_to_another_decode_worker() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_further_try_that_cannot_be_shown_reaches_no_worker() {
     let (decode, prefill, dead) = (Worker::start().await, Worker::start().await, nobody().await);
-    let gateway = Gateway::start_disaggregated("disaggregated-call", &[dead, decode.endpoint], prefill.endpoint).await;
+    let gateway = Gateway::start_disaggregated(
+        "disaggregated-call",
+        &[dead, decode.endpoint],
+        prefill.endpoint,
+    )
+    .await;
     let _server = OneEndpoint::start_with(dead, &gateway.place().ext_proc_socket(), true);
     let refused = gateway.post("/v1/completions", 100).send().await.unwrap();
     assert!(refused.status().is_server_error(), "{refused:?}");
-    let stats = client().get(gateway.place().admin_url("/clusters")).send().await.unwrap().text().await.unwrap();
+    let stats = client()
+        .get(gateway.place().admin_url("/clusters"))
+        .send()
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
     let reached = format!("workers::{}::rq_success::0", decode.endpoint);
     assert!(stats.contains(&reached), "{stats}");
 }
@@ -475,7 +694,10 @@ async fn routing_headers_of_a_client_never_reach_a_worker() {
     let worker = Worker::start().await;
     let gateway = Gateway::start(&[worker.endpoint]).await;
     for path in ["/v1/completions", "/health"] {
-        let mut request = gateway.post(path, 10).header("x-tenant-id", "kept").header("x-dynamo-session-id", "kept");
+        let mut request = gateway
+            .post(path, 10)
+            .header("x-tenant-id", "kept")
+            .header("x-dynamo-session-id", "kept");
         for name in Contract::default().reserved() {
             request = request.header(name, "1");
         }
@@ -498,7 +720,10 @@ async fn an_endpoint_file_renamed_into_place_is_noticed() {
     for worker in [&first, &second, &first] {
         envoy::write_endpoints(&file, &[worker.endpoint]).unwrap();
         let wanted = (200, Some(worker.endpoint.to_string()));
-        assert!(until(SOON, async || gateway.served_by().await == wanted).await, "{wanted:?}");
+        assert!(
+            until(SOON, async || gateway.served_by().await == wanted).await,
+            "{wanted:?}"
+        );
     }
     envoy::write_endpoints(&file, &[]).unwrap();
     assert!(until(SOON, async || gateway.served_by().await.0 == 503).await);
@@ -506,14 +731,29 @@ async fn an_endpoint_file_renamed_into_place_is_noticed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_endpoint_named_in_metadata_gets_every_request() {
-    let workers = [Worker::start().await, Worker::start().await, Worker::start().await];
+    let workers = [
+        Worker::start().await,
+        Worker::start().await,
+        Worker::start().await,
+    ];
     let endpoints = workers.each_ref().map(|worker| worker.endpoint);
     let gateway = Gateway::start_patient(&endpoints).await;
     let server = OneEndpoint::start(endpoints[1], &gateway.place().ext_proc_socket());
     for _ in 0..20 {
-        assert_eq!(gateway.served_by().await, (200, Some(endpoints[1].to_string())));
+        assert_eq!(
+            gateway.served_by().await,
+            (200, Some(endpoints[1].to_string()))
+        );
     }
-    assert_eq!(server.seen.lock().iter().filter(|name| **name == "request body").count(), 20);
+    assert_eq!(
+        server
+            .seen
+            .lock()
+            .iter()
+            .filter(|name| **name == "request body")
+            .count(),
+        20
+    );
 }
 
 /// A worker that reads a request and closes the connection without an answer.
@@ -546,25 +786,71 @@ async fn warmroute_is_told_who_answered() {
     let dead = SocketAddr::from((Ipv4Addr::LOCALHOST, FreePort::find().unwrap().release()));
     let alive = worker.endpoint;
     for (what, endpoints, status, by) in [
-        ("the worker that was chosen", vec![alive], 200, AnsweredBy::Worker(alive)),
-        ("another, because the chosen one is dead", vec![dead, alive], 200, AnsweredBy::Worker(alive)),
-        ("Envoy, because the only one is dead", vec![dead], 503, AnsweredBy::Envoy),
-        ("Envoy, because the chosen one died meanwhile", vec![mute], 503, AnsweredBy::Envoy),
-        ("Envoy, because there is nobody", vec![], 503, AnsweredBy::Envoy),
-        ("the chosen one, and be it with an error", vec![refusing], 503, AnsweredBy::Worker(refusing)),
+        (
+            "the worker that was chosen",
+            vec![alive],
+            200,
+            AnsweredBy::Worker(alive),
+        ),
+        (
+            "another, because the chosen one is dead",
+            vec![dead, alive],
+            200,
+            AnsweredBy::Worker(alive),
+        ),
+        (
+            "Envoy, because the only one is dead",
+            vec![dead],
+            503,
+            AnsweredBy::Envoy,
+        ),
+        (
+            "Envoy, because the chosen one died meanwhile",
+            vec![mute],
+            503,
+            AnsweredBy::Envoy,
+        ),
+        (
+            "Envoy, because there is nobody",
+            vec![],
+            503,
+            AnsweredBy::Envoy,
+        ),
+        (
+            "the chosen one, and be it with an error",
+            vec![refusing],
+            503,
+            AnsweredBy::Worker(refusing),
+        ),
     ] {
         // As shipped, and where the operator has errors tried again: a worker may answer after the last try too.
         for retry_on in ["connect-failure", "5xx,connect-failure"] {
             let patient = |shipped: String| {
                 let patient = shipped.replace(" message_timeout: 1s", " message_timeout: 20s");
-                patient.replace("retry_on: connect-failure", &format!("retry_on: {retry_on}"))
+                patient.replace(
+                    "retry_on: connect-failure",
+                    &format!("retry_on: {retry_on}"),
+                )
             };
             let gateway = Gateway::start_with(&endpoints, patient).await;
             let chosen = endpoints.first().copied().unwrap_or(dead);
             let server = OneEndpoint::start(chosen, &gateway.place().ext_proc_socket());
-            assert_eq!(gateway.post("/v1/completions", 100).send().await.unwrap().status(), status, "{what}");
+            assert_eq!(
+                gateway
+                    .post("/v1/completions", 100)
+                    .send()
+                    .await
+                    .unwrap()
+                    .status(),
+                status,
+                "{what}"
+            );
             let head = server.heads.lock().pop().unwrap();
-            assert_eq!((head.status, head.from), (status, by), "{what}, retry on {retry_on}");
+            assert_eq!(
+                (head.status, head.from),
+                (status, by),
+                "{what}, retry on {retry_on}"
+            );
         }
     }
 }
@@ -578,15 +864,28 @@ async fn an_exchange_ends_with_its_response_or_its_client() {
     let gateway = Gateway::start_patient(&[worker.endpoint]).await;
     let server = OneEndpoint::start(worker.endpoint, &gateway.place().ext_proc_socket());
     let seen = async |wanted: &[&str]| until(SOON, async || *server.seen.lock() == wanted).await;
-    for (bytes, whole, client_leaves) in
-        [(100, WITH_BODY, false), (100, WITH_BODY, true), (0, WITHOUT, false), (0, WITHOUT, true)]
-    {
+    for (bytes, whole, client_leaves) in [
+        (100, WITH_BODY, false),
+        (100, WITH_BODY, true),
+        (0, WITHOUT, false),
+        (0, WITHOUT, true),
+    ] {
         server.seen.lock().clear();
         let mut response = gateway.post("/v1/held", bytes).send().await.unwrap();
         assert_eq!(response.chunk().await.unwrap().unwrap(), "first");
-        assert!(seen(&whole[..whole.len() - 1]).await, "{:?}", server.seen.lock());
+        assert!(
+            seen(&whole[..whole.len() - 1]).await,
+            "{:?}",
+            server.seen.lock()
+        );
         // Long enough for an end that comes with the response headers to be seen; it does so within a millisecond.
-        assert!(!until(Duration::from_millis(200), async || server.seen.lock().contains(&"end")).await);
+        assert!(
+            !until(Duration::from_millis(200), async || server
+                .seen
+                .lock()
+                .contains(&"end"))
+            .await
+        );
         if client_leaves {
             drop(response);
         } else {
@@ -603,11 +902,26 @@ async fn bodies_up_to_32_mib_pass_and_larger_ones_are_refused() {
     let gateway = Gateway::start_patient(&[worker.endpoint]).await;
     let server = OneEndpoint::start(worker.endpoint, &gateway.place().ext_proc_socket());
     for bytes in [10 * MB, 32 * MB] {
-        assert_eq!(echo(gateway.post("/v1/completions", bytes)).await["bytes"], bytes);
+        assert_eq!(
+            echo(gateway.post("/v1/completions", bytes)).await["bytes"],
+            bytes
+        );
     }
-    let refused = gateway.post("/v1/completions", 40 * MB).send().await.unwrap();
+    let refused = gateway
+        .post("/v1/completions", 40 * MB)
+        .send()
+        .await
+        .unwrap();
     assert_eq!(refused.status(), 413);
-    assert_eq!(server.seen.lock().iter().filter(|name| **name == "request body").count(), 2);
+    assert_eq!(
+        server
+            .seen
+            .lock()
+            .iter()
+            .filter(|name| **name == "request body")
+            .count(),
+        2
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -623,8 +937,14 @@ async fn envoy_is_gone_when_its_owner_is_dropped_even_if_it_was_stopped() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_envoy_that_cannot_start_is_reported_with_its_own_words() {
     let dir = tempfile::tempdir().unwrap();
-    let error = envoy::start("static_resources: {nonsense: 1}", dir.path(), 1).await.unwrap_err().to_string();
-    assert!(error.contains("envoy has ended before it was ready") && error.contains("nonsense"), "{error}");
+    let error = envoy::start("static_resources: {nonsense: 1}", dir.path(), 1)
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("envoy has ended before it was ready") && error.contains("nonsense"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -638,7 +958,10 @@ fn a_child_that_ignores_polite_requests_is_killed() {
         std::thread::yield_now();
     }
     child.terminate();
-    assert_eq!(child.wait_exit(Instant::now() + Duration::from_millis(200)), None);
+    assert_eq!(
+        child.wait_exit(Instant::now() + Duration::from_millis(200)),
+        None
+    );
     let pid = child.pid();
     drop(child);
     assert!(!process_exists(pid));
@@ -648,8 +971,13 @@ fn a_child_that_ignores_polite_requests_is_killed() {
 #[test]
 #[ignore = "run by children_end_with_a_parent_that_is_killed"]
 fn a_parent_waiting_to_be_killed() {
-    #[expect(clippy::disallowed_methods, reason = "libtest takes no arguments for a test")]
-    let Some(dir) = std::env::var_os("PARENT_RUN_DIR") else { return };
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "libtest takes no arguments for a test"
+    )]
+    let Some(dir) = std::env::var_os("PARENT_RUN_DIR") else {
+        return;
+    };
     let mut command = std::process::Command::new("sleep");
     let child = Child::spawn("grandchild", command.arg("600"), Path::new(&dir)).unwrap();
     fs::write(Path::new(&dir).join("new"), child.pid().to_string()).unwrap();
@@ -662,10 +990,16 @@ fn a_parent_waiting_to_be_killed() {
 async fn children_end_with_a_parent_that_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "a_parent_waiting_to_be_killed", "--ignored"]).env("PARENT_RUN_DIR", dir.path());
+    command
+        .args(["--exact", "a_parent_waiting_to_be_killed", "--ignored"])
+        .env("PARENT_RUN_DIR", dir.path());
     let parent = Child::spawn("parent", &command, dir.path()).unwrap();
     let file = dir.path().join("pid");
-    assert!(until(SOON, async || file.exists()).await, "{}", parent.log_tail());
+    assert!(
+        until(SOON, async || file.exists()).await,
+        "{}",
+        parent.log_tail()
+    );
     let grandchild: u32 = fs::read_to_string(&file).unwrap().parse().unwrap();
     assert!(process_exists(grandchild));
     parent.kill9();

@@ -47,7 +47,12 @@ async fn games() -> &'static [Game] {
                 let script = script.clone();
                 async move { play::play(&script).await }
             });
-            (name, script, task.await.map_err(|panicked| format!("could not be played: {panicked}")))
+            (
+                name,
+                script,
+                task.await
+                    .map_err(|panicked| format!("could not be played: {panicked}")),
+            )
         });
         games.buffered(8).collect().await
     };
@@ -69,7 +74,13 @@ async fn every_exchange_goes_as_its_transcript_says() {
         }
         if !wrong.is_empty() {
             failed += 1;
-            writeln!(report, "\n{name} ({}):\n  {}", script.row, wrong.join("\n  ")).unwrap();
+            writeln!(
+                report,
+                "\n{name} ({}):\n  {}",
+                script.row,
+                wrong.join("\n  ")
+            )
+            .unwrap();
         }
     }
     assert_eq!(failed, 0, "transcripts that went otherwise:\n{report}");

@@ -39,7 +39,12 @@ fn write(folder: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
 /// Runs the command with a body at standard input.
 async fn explain(args: &[&str], input: &[u8]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    command.arg("explain").args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .arg("explain")
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = command.kill_on_drop(true).spawn().unwrap();
     // One that does not want it has ended before.
     let _written = child.stdin.take().unwrap().write_all(input).await;
@@ -49,7 +54,10 @@ async fn explain(args: &[&str], input: &[u8]) -> Output {
 /// The same with success, and what it prints.
 async fn explained(args: &[&str], input: &[u8]) -> String {
     let output = explain(args, input).await;
-    let (out, err) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8_lossy(&output.stderr).into_owned());
+    let (out, err) = (
+        String::from_utf8(output.stdout).unwrap(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    );
     assert_eq!(output.status.code(), Some(0), "{args:?}: {out}{err}");
     assert_eq!(err, "", "{args:?}");
     out

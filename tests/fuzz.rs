@@ -31,14 +31,22 @@ const SEEDS: [u64; 2] = [1, 0x5eed];
 /// Longest input that is made up.
 const LONGEST: usize = 4096;
 
-#[expect(clippy::disallowed_methods, reason = "whoever fuzzes for longer says so there")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "whoever fuzzes for longer says so there"
+)]
 fn seconds() -> f64 {
     std::env::var("WARMROUTE_FUZZ_SECONDS").map_or(2.0, |text| text.parse().unwrap())
 }
 
 fn corpus(target: &str) -> Vec<Vec<u8>> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
-    let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fuzz/corpus")
+        .join(target);
+    let mut files: Vec<_> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
     files.sort();
     assert!(files.len() > 3, "a corpus for {target}");
     files.iter().map(|file| fs::read(file).unwrap()).collect()
@@ -51,7 +59,9 @@ impl Drop for Failing<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let mut hex = String::new();
-            self.2.iter().for_each(|byte| write!(hex, "{byte:02x}").unwrap());
+            self.2
+                .iter()
+                .for_each(|byte| write!(hex, "{byte:02x}").unwrap());
             println!("{} fails with the random seed {} on: {hex}", self.0, self.1);
         }
     }
@@ -95,7 +105,9 @@ fn made_up(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
         b"\xf0\x9f\x98\x80",
     ];
     if random.random_range(0..8) == 0 {
-        return (0..random.random_range(0..200)).map(|_| random.random()).collect();
+        return (0..random.random_range(0..200))
+            .map(|_| random.random())
+            .collect();
     }
     let mut input = corpus[random.random_range(0..corpus.len())].clone();
     for _ in 0..random.random_range(1..8) {
@@ -105,7 +117,10 @@ fn made_up(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
             0 => drop(input.drain(at..until)),
             1 => input.extend_from_within(at..until),
             2 => input.truncate(at),
-            3 => drop(input.splice(at..at, WORDS[random.random_range(0..WORDS.len())].iter().copied())),
+            3 => drop(input.splice(
+                at..at,
+                WORDS[random.random_range(0..WORDS.len())].iter().copied(),
+            )),
             4 => {
                 let other = &corpus[random.random_range(0..corpus.len())];
                 let from = random.random_range(0..=other.len());

@@ -20,7 +20,10 @@ fn peak(of: impl FnOnce()) -> usize {
 
 fn status(line: &str) -> usize {
     let text = fs::read_to_string("/proc/self/status").unwrap();
-    let kib = text.lines().find_map(|found| found.strip_prefix(line)?.trim().strip_suffix(" kB")).unwrap();
+    let kib = text
+        .lines()
+        .find_map(|found| found.strip_prefix(line)?.trim().strip_suffix(" kB"))
+        .unwrap();
     kib.trim().parse::<usize>().unwrap() << 10
 }
 
@@ -41,20 +44,80 @@ fn body(before: &str, piece: &str, after: &str) -> Vec<u8> {
 fn no_body_and_no_answer_costs_many_times_its_bytes() {
     let message = r#"{"model":"m","messages":[{"role":"user","content":"#;
     let cases = [
-        ("messages", Api::ChatCompletions, body(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}")),
-        ("broken messages", Api::ChatCompletions, body(r#"{"model":"m","messages":["#, "{}", "]}")),
-        ("parts", Api::ChatCompletions, body(&format!("{message}["), "{}", "]}]}")),
-        ("bare parts", Api::ChatCompletions, body(&format!("{message}["), r#""""#, "]}]}")),
-        ("tools", Api::ChatCompletions, body(&format!("{message}\"x\"}}],\"tools\":["), "0", "]}")),
-        ("lists", Api::ChatCompletions, body(&format!("{message}\"x\"}}],\"documents\":["), "[]", "]}")),
-        ("items", Api::Responses, body(r#"{"model":"m","input":["#, "{}", "]}")),
-        ("turns", Api::Messages, body(r#"{"model":"m","messages":["#, r#"{"role":"user","content":""}"#, "]}")),
-        ("blocks", Api::Messages, body(&format!("{message}["), r#"{"type":"text"}"#, "]}]}")),
-        ("pooled messages", Api::Pooling, body(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}")),
-        ("an adapter", Api::SglangGenerate, body(r#"{"text":"x","lora_path":["#, "0", "]}")),
-        ("prompts", Api::Completions, body(r#"{"model":"m","prompt":["#, r#""""#, "]}")),
-        ("prompts of tokens", Api::VllmGenerate, body(r#"{"model":"m","token_ids":["#, "[]", "]}")),
-        ("documents", Api::Rerank, body(r#"{"model":"m","documents":["#, r#""""#, "]}")),
+        (
+            "messages",
+            Api::ChatCompletions,
+            body(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
+        ),
+        (
+            "broken messages",
+            Api::ChatCompletions,
+            body(r#"{"model":"m","messages":["#, "{}", "]}"),
+        ),
+        (
+            "parts",
+            Api::ChatCompletions,
+            body(&format!("{message}["), "{}", "]}]}"),
+        ),
+        (
+            "bare parts",
+            Api::ChatCompletions,
+            body(&format!("{message}["), r#""""#, "]}]}"),
+        ),
+        (
+            "tools",
+            Api::ChatCompletions,
+            body(&format!("{message}\"x\"}}],\"tools\":["), "0", "]}"),
+        ),
+        (
+            "lists",
+            Api::ChatCompletions,
+            body(&format!("{message}\"x\"}}],\"documents\":["), "[]", "]}"),
+        ),
+        (
+            "items",
+            Api::Responses,
+            body(r#"{"model":"m","input":["#, "{}", "]}"),
+        ),
+        (
+            "turns",
+            Api::Messages,
+            body(
+                r#"{"model":"m","messages":["#,
+                r#"{"role":"user","content":""}"#,
+                "]}",
+            ),
+        ),
+        (
+            "blocks",
+            Api::Messages,
+            body(&format!("{message}["), r#"{"type":"text"}"#, "]}]}"),
+        ),
+        (
+            "pooled messages",
+            Api::Pooling,
+            body(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
+        ),
+        (
+            "an adapter",
+            Api::SglangGenerate,
+            body(r#"{"text":"x","lora_path":["#, "0", "]}"),
+        ),
+        (
+            "prompts",
+            Api::Completions,
+            body(r#"{"model":"m","prompt":["#, r#""""#, "]}"),
+        ),
+        (
+            "prompts of tokens",
+            Api::VllmGenerate,
+            body(r#"{"model":"m","token_ids":["#, "[]", "]}"),
+        ),
+        (
+            "documents",
+            Api::Rerank,
+            body(r#"{"model":"m","documents":["#, r#""""#, "]}"),
+        ),
     ];
     for (name, api, body) in cases {
         let mut kind = String::new();
@@ -66,28 +129,85 @@ fn no_body_and_no_answer_costs_many_times_its_bytes() {
             }
         });
         println!("{name}: {} MiB ({kind})", took / MIB);
-        assert!(took < 2 * body.len(), "{name}: {} MiB for {} MiB", took / MIB, body.len() / MIB);
+        assert!(
+            took < 2 * body.len(),
+            "{name}: {} MiB for {} MiB",
+            took / MIB,
+            body.len() / MIB
+        );
     }
     let kept = [
-        ("messages", Api::ChatCompletions, most(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}")),
-        ("parts", Api::ChatCompletions, most(&format!("{message}["), "{}", "]}]}")),
-        ("bare parts", Api::ChatCompletions, most(&format!("{message}["), r#""""#, "]}]}")),
-        ("tools", Api::ChatCompletions, most(&format!("{message}\"x\"}}],\"tools\":["), "0", "]}")),
-        ("lists", Api::ChatCompletions, most(&format!("{message}\"x\"}}],\"documents\":["), "[]", "]}")),
-        ("objects", Api::ChatCompletions, most(&format!("{message}\"x\"}}],\"documents\":["), r#"{"":0}"#, "]}")),
-        ("turns", Api::Messages, most(r#"{"model":"m","messages":["#, r#"{"role":"user","content":""}"#, "]}")),
+        (
+            "messages",
+            Api::ChatCompletions,
+            most(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
+        ),
+        (
+            "parts",
+            Api::ChatCompletions,
+            most(&format!("{message}["), "{}", "]}]}"),
+        ),
+        (
+            "bare parts",
+            Api::ChatCompletions,
+            most(&format!("{message}["), r#""""#, "]}]}"),
+        ),
+        (
+            "tools",
+            Api::ChatCompletions,
+            most(&format!("{message}\"x\"}}],\"tools\":["), "0", "]}"),
+        ),
+        (
+            "lists",
+            Api::ChatCompletions,
+            most(&format!("{message}\"x\"}}],\"documents\":["), "[]", "]}"),
+        ),
+        (
+            "objects",
+            Api::ChatCompletions,
+            most(
+                &format!("{message}\"x\"}}],\"documents\":["),
+                r#"{"":0}"#,
+                "]}",
+            ),
+        ),
+        (
+            "turns",
+            Api::Messages,
+            most(
+                r#"{"model":"m","messages":["#,
+                r#"{"role":"user","content":""}"#,
+                "]}",
+            ),
+        ),
     ];
     for (name, api, body) in kept {
-        let took = peak(|| assert_ne!(parse(api, &body).unwrap().prompt, Prompt::TooMany, "{name}"));
-        println!("{name} that are looked at: {} MiB for {} KiB", took / MIB, body.len() >> 10);
+        let took =
+            peak(|| assert_ne!(parse(api, &body).unwrap().prompt, Prompt::TooMany, "{name}"));
+        println!(
+            "{name} that are looked at: {} MiB for {} KiB",
+            took / MIB,
+            body.len() >> 10
+        );
         assert!(took < 96 * MIB, "{name}: {} MiB", took / MIB);
     }
     let honest = body(r#"{"model":"m","prompt":["#, "12345", "]}");
-    let took = peak(|| assert!(matches!(parse(Api::Completions, &honest).unwrap().prompt, Prompt::Tokens(_))));
+    let took = peak(|| {
+        assert!(matches!(
+            parse(Api::Completions, &honest).unwrap().prompt,
+            Prompt::Tokens(_)
+        ))
+    });
     assert!(took < 3 * honest.len(), "tokens: {} MiB", took / MIB);
 
     for kind in [Kind::EventStream, Kind::Whole] {
-        for piece in ["data: {\"choices\":[{}],\"usage\":null", "[", "{\"usage\":{", "\n\ndata:x\n", "\"\\\""] {
+        for piece in [
+            "data: {\"choices\":[{}],\"usage\":null",
+            "[",
+            "{\"usage\":{",
+            "\n\ndata:x\n",
+            "\"\\\"",
+        ] {
             let chunk = piece.repeat(MIB / piece.len());
             let took = peak(|| {
                 let mut scanner = UsageScanner::new(kind);

@@ -96,19 +96,40 @@ impl Follows {
         let config: KubernetesConfig = serde_json::from_value(config).unwrap();
         let (told, fleets) = watch::channel(None);
         let metrics = Arc::new(Metrics::new());
-        let models = vec![ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false }];
+        let models = vec![ServedModel {
+            name: "m".into(),
+            block_size: BlockSize::new(16).unwrap(),
+            meets: false,
+        }];
         let of_task = metrics.clone();
         let task = tokio::spawn(async move {
-            kubernetes::watch(config, models, of_task, |fleet| _ = told.send_replace(Some(fleet))).await.unwrap();
+            kubernetes::watch(config, models, of_task, |fleet| {
+                _ = told.send_replace(Some(fleet))
+            })
+            .await
+            .unwrap();
         });
-        Self { fleets, metrics, task, _dir: dir }
+        Self {
+            fleets,
+            metrics,
+            task,
+            _dir: dir,
+        }
     }
 
     /// Name, endpoint, and a `-` for who drains.
     fn fleet(&self) -> Option<Vec<String>> {
         let title = |worker: &Worker| {
-            let name = worker.name.as_deref().unwrap_or_default().trim_start_matches("inference/");
-            format!("{name} {}{}", worker.endpoint, if worker.draining { " -" } else { "" })
+            let name = worker
+                .name
+                .as_deref()
+                .unwrap_or_default()
+                .trim_start_matches("inference/");
+            format!(
+                "{name} {}{}",
+                worker.endpoint,
+                if worker.draining { " -" } else { "" }
+            )
         };
         let mut fleet: Vec<String> = self.fleets.borrow().as_ref()?.iter().map(title).collect();
         fleet.sort();
@@ -116,12 +137,17 @@ impl Follows {
     }
 
     async fn is(&self, fleet: &[&str]) {
-        let found = until(PATIENCE, async || self.fleet().is_some_and(|found| found == fleet)).await;
+        let found = until(PATIENCE, async || {
+            self.fleet().is_some_and(|found| found == fleet)
+        })
+        .await;
         assert!(found, "{:?}, not {fleet:?}", self.fleet());
     }
 
     async fn up_is(&self, source: &str, up: i64) {
-        let label = SourceLabel { source: source.to_owned() };
+        let label = SourceLabel {
+            source: source.to_owned(),
+        };
         let is = async || self.metrics.discovery_up.get_or_create(&label).get() == up;
         assert!(until(PATIENCE, is).await, "{source} is not {up}");
     }

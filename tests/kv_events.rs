@@ -15,7 +15,9 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use warmroute::index::{KvEvent, PrefixIndex};
-use warmroute::kv_events::{MediaTokens, RankSink, SharedResync, SourceSpec, SourceState, Witness, run};
+use warmroute::kv_events::{
+    MediaTokens, RankSink, SharedResync, SourceSpec, SourceState, Witness, run,
+};
 use warmroute::metrics::{Metrics, OutcomeLabel, ReasonLabel};
 use warmroute::trust::{Because, Resync, Trust};
 use warmroute::worker::{Attach, BlockSize, DpRank, EventSource, Slot, WorkerId, WorkerRank};
@@ -35,11 +37,20 @@ async fn until(what: &str, mut so: impl FnMut() -> bool) {
 }
 
 fn message<const N: usize>(frames: [&[u8]; N]) -> ZmqMessage {
-    frames.map(Bytes::copy_from_slice).to_vec().try_into().unwrap()
+    frames
+        .map(Bytes::copy_from_slice)
+        .to_vec()
+        .try_into()
+        .unwrap()
 }
 
 fn payload(block: u64) -> Vec<u8> {
-    rmp_serde::to_vec(&(1.5, [("BlockStored", [block], None::<u64>, [1, block], 2u32)], 0)).unwrap()
+    rmp_serde::to_vec(&(
+        1.5,
+        [("BlockStored", [block], None::<u64>, [1, block], 2u32)],
+        0,
+    ))
+    .unwrap()
 }
 
 fn removal(blocks: &[u64]) -> Vec<u8> {
@@ -99,7 +110,11 @@ impl Engine {
             Attach::Connect => drop(bind(&mut publisher, &site.events).await),
             Attach::Bind => publisher.connect(&site.events).await.unwrap(),
         }
-        Self { publisher, log, replays }
+        Self {
+            publisher,
+            log,
+            replays,
+        }
     }
 
     /// Numbers a batch and holds it without sending it: a message lost on its way.
@@ -111,13 +126,18 @@ impl Engine {
 
     async fn publish(&mut self, payload: Vec<u8>) {
         let seq = self.lose(payload.clone()).to_be_bytes();
-        self.publisher.send(message([TOPIC.as_bytes(), &seq, &payload])).await.unwrap();
+        self.publisher
+            .send(message([TOPIC.as_bytes(), &seq, &payload]))
+            .await
+            .unwrap();
     }
 }
 
 async fn repeat(mut router: RouterSocket, log: Log, shape: Shape) {
     while let Ok(request) = router.recv().await {
-        let [client, empty, from] = &request.into_vec()[..] else { panic!("not a request") };
+        let [client, empty, from] = &request.into_vec()[..] else {
+            panic!("not a request")
+        };
         assert!(empty.is_empty());
         let from = u64::from_be_bytes(from.as_ref().try_into().unwrap());
         let held = log.lock().clone();
@@ -155,7 +175,12 @@ impl Site {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             format!("tcp://{}", listener.local_addr().unwrap())
         };
-        Self { events: free(), replay: replay.then(free), attach, shape: Shape::WithTopic }
+        Self {
+            events: free(),
+            replay: replay.then(free),
+            attach,
+            shape: Shape::WithTopic,
+        }
     }
 
     fn subscribe(&self) -> Subscriber {
@@ -166,7 +191,11 @@ impl Site {
         let held = Arc::new(Mutex::new(Held::default()));
         let index = PrefixIndex::new();
         let writer = Arc::new(Mutex::new(index.join(Slot(0))));
-        let (told, doubted, settled) = ((writer.clone(), held.clone()), (writer.clone(), held.clone()), writer);
+        let (told, doubted, settled) = (
+            (writer.clone(), held.clone()),
+            (writer.clone(), held.clone()),
+            writer,
+        );
         let settled_of = held.clone();
         let sink = RankSink {
             apply: Box::new(move |event| {
@@ -179,7 +208,11 @@ impl Site {
             }),
             settle: Box::new(move || {
                 let settled = settled.lock().settle();
-                for (name, _) in settled.forgotten.iter().flat_map(|forgotten| &forgotten.names) {
+                for (name, _) in settled
+                    .forgotten
+                    .iter()
+                    .flat_map(|forgotten| &forgotten.names)
+                {
                     settled_of.lock().blocks.remove(&name.0);
                 }
                 settled
@@ -190,7 +223,10 @@ impl Site {
         shared.set(resync);
         let spec = SourceSpec {
             engine: String::new(),
-            rank: WorkerRank { worker: WorkerId(7), rank: DpRank(0) },
+            rank: WorkerRank {
+                worker: WorkerId(7),
+                rank: DpRank(0),
+            },
             source: EventSource {
                 endpoint: self.events.clone(),
                 topic: TOPIC.to_owned(),
@@ -209,7 +245,13 @@ impl Site {
         let task = tokio::spawn(async move {
             let _ = listening.await;
         });
-        Subscriber { held, metrics, state, witness, task }
+        Subscriber {
+            held,
+            metrics,
+            state,
+            witness,
+            task,
+        }
     }
 }
 
@@ -271,23 +313,38 @@ impl Subscriber {
 
     async fn holds(&self, blocks: impl IntoIterator<Item = u64>) {
         let blocks: HashSet<u64> = blocks.into_iter().collect();
-        until(&format!("holds {blocks:?}"), || self.held.lock().blocks == blocks).await;
+        until(&format!("holds {blocks:?}"), || {
+            self.held.lock().blocks == blocks
+        })
+        .await;
     }
 
     fn gaps(&self, outcome: &'static str) -> u64 {
-        self.metrics.kv_event_gaps.get_or_create(&OutcomeLabel { outcome }).get()
+        self.metrics
+            .kv_event_gaps
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
     }
 
     fn batches(&self, outcome: &'static str) -> u64 {
-        self.metrics.kv_event_batches.get_or_create(&OutcomeLabel { outcome }).get()
+        self.metrics
+            .kv_event_batches
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
     }
 
     fn too_large(&self, limit: &'static str) -> u64 {
-        self.metrics.kv_event_batches_too_large.get_or_create(&ReasonLabel { reason: limit }).get()
+        self.metrics
+            .kv_event_batches_too_large
+            .get_or_create(&ReasonLabel { reason: limit })
+            .get()
     }
 
     fn connection_errors(&self, reason: &'static str) -> u64 {
-        self.metrics.kv_event_connection_errors.get_or_create(&ReasonLabel { reason }).get()
+        self.metrics
+            .kv_event_connection_errors
+            .get_or_create(&ReasonLabel { reason })
+            .get()
     }
 
     /// Publishes until the subscription has taken effect, and then what is asked for.
@@ -311,7 +368,10 @@ fn log(blocks: impl IntoIterator<Item = u64>) -> Vec<Vec<u8>> {
 #[tokio::test]
 async fn a_warm_idle_engine_is_known_before_its_next_event() {
     for shape in [Shape::WithTopic, Shape::Short] {
-        let site = Site { shape, ..Site::new(Attach::Connect, true) };
+        let site = Site {
+            shape,
+            ..Site::new(Attach::Connect, true)
+        };
         let _engine = Engine::start(&site, log(1..=40)).await;
         let subscriber = site.subscribe();
         subscriber.holds(1..=40).await;
@@ -330,7 +390,11 @@ async fn malformed_messages_do_not_delay_attach_check() {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !subscriber.held.lock().blocks.contains(&2) {
         assert!(Instant::now() < deadline, "the lost batch is not found");
-        engine.publisher.send(message([TOPIC.as_bytes(), b"no number"])).await.unwrap();
+        engine
+            .publisher
+            .send(message([TOPIC.as_bytes(), b"no number"]))
+            .await
+            .unwrap();
         sleep(Duration::from_millis(5)).await;
     }
     assert!(subscriber.batches("malformed_frames") > 0);
@@ -344,15 +408,22 @@ async fn without_a_replay_endpoint_a_warm_engine_is_known_from_its_next_event_on
     subscriber.is(SourceState::Live).await;
     subscriber.hears(&mut engine, [50, 51]).await;
     subscriber.holds([0, 50, 51]).await;
-    assert_eq!((subscriber.gaps("lost"), subscriber.held.lock().doubts), (1, 1), "what came before is not known");
+    assert_eq!(
+        (subscriber.gaps("lost"), subscriber.held.lock().doubts),
+        (1, 1),
+        "what came before is not known"
+    );
     assert_eq!(subscriber.held.lock().clears, 0);
 }
 
 #[tokio::test]
 async fn a_publisher_that_appears_late_is_heard_from_its_first_batch() {
-    for (attach, replay) in
-        [(Attach::Connect, true), (Attach::Connect, false), (Attach::Bind, true), (Attach::Bind, false)]
-    {
+    for (attach, replay) in [
+        (Attach::Connect, true),
+        (Attach::Connect, false),
+        (Attach::Bind, true),
+        (Attach::Bind, false),
+    ] {
         let site = Site::new(attach, replay);
         let subscriber = site.subscribe();
         subscriber.is(SourceState::Connecting).await;
@@ -360,7 +431,11 @@ async fn a_publisher_that_appears_late_is_heard_from_its_first_batch() {
         subscriber.is(SourceState::Live).await;
         subscriber.hears(&mut engine, [1, 2]).await;
         subscriber.holds(0..=2).await;
-        assert_eq!(subscriber.held.lock().doubts, 0, "{attach:?}, replay {replay}");
+        assert_eq!(
+            subscriber.held.lock().doubts,
+            0,
+            "{attach:?}, replay {replay}"
+        );
     }
 }
 
@@ -381,7 +456,10 @@ async fn a_gap_is_replayed() {
         engine.publish(payload(5)).await;
         subscriber.holds(0..=5).await;
         assert!(subscriber.gaps("replayed") >= 1);
-        assert_eq!((subscriber.gaps("lost"), subscriber.held.lock().doubts), (0, 0));
+        assert_eq!(
+            (subscriber.gaps("lost"), subscriber.held.lock().doubts),
+            (0, 0)
+        );
         assert_eq!(subscriber.held.lock().clears, 0);
     }
 }
@@ -460,7 +538,12 @@ async fn a_source_over_a_unix_socket_survives_its_publisher_and_stale_files() {
     drop(std::os::unix::net::UnixListener::bind(folder.path().join("bound")).unwrap());
     for (attach, name) in [(Attach::Connect, "connected"), (Attach::Bind, "bound")] {
         let replay = Site::new(attach, true).replay;
-        let site = Site { events: path(name), replay, attach, shape: Shape::WithTopic };
+        let site = Site {
+            events: path(name),
+            replay,
+            attach,
+            shape: Shape::WithTopic,
+        };
         let subscriber = site.subscribe();
         let mut engine = Engine::start(&site, log([10])).await;
         subscriber.is(SourceState::Live).await;
@@ -493,7 +576,12 @@ async fn an_unreadable_batch_is_asked_for_again_and_then_given_up() {
 /// A batch that exceeds a limit, by a message too long to be received and by too many extra keys.
 fn too_large_payloads() -> [(&'static str, Vec<u8>); 2] {
     let keys = rmp_serde::to_vec(&vec![(); 100_000]).unwrap();
-    let head = [&b"\x93\x01\x91\x99\xabBlockStored\x91\x09\xc0\x91\x01\x02\xc0\xc0\xc0"[..], &keys, b"\x00"].concat();
+    let head = [
+        &b"\x93\x01\x91\x99\xabBlockStored\x91\x09\xc0\x91\x01\x02\xc0\xc0\xc0"[..],
+        &keys,
+        b"\x00",
+    ]
+    .concat();
     [("message", vec![0; MAX_MESSAGE + 1]), ("extra_keys", head)]
 }
 
@@ -509,13 +597,21 @@ async fn too_large_batch_without_replay_is_counted_lost() {
         let lost = subscriber.gaps("lost");
         let doubts = subscriber.held.lock().doubts;
         engine.publish(too_large).await;
-        subscriber.stands(Trust::Stale, Some(Because::Undecodable)).await;
+        subscriber
+            .stands(Trust::Stale, Some(Because::Undecodable))
+            .await;
         assert_eq!(subscriber.too_large(limit), 1);
         engine.publish(payload(2)).await;
         subscriber.holds(0..=2).await;
-        assert_eq!(subscriber.gaps("lost"), lost + 1, "{limit}: the watermark does not pass the batch as applied");
+        assert_eq!(
+            subscriber.gaps("lost"),
+            lost + 1,
+            "{limit}: the watermark does not pass the batch as applied"
+        );
         assert_eq!(subscriber.held.lock().doubts, doubts + 1, "{limit}");
-        subscriber.stands(Trust::Stale, Some(Because::LostBatches)).await;
+        subscriber
+            .stands(Trust::Stale, Some(Because::LostBatches))
+            .await;
     }
 }
 
@@ -529,7 +625,10 @@ async fn replay_continues_behind_a_too_large_batch() {
         subscriber.holds([0, 1, 3, 4]).await;
         subscriber.is(SourceState::Live).await;
         assert!(subscriber.too_large(limit) >= 1, "{limit}");
-        assert!(subscriber.held.lock().doubts >= 1, "{limit}: the batch is lost");
+        assert!(
+            subscriber.held.lock().doubts >= 1,
+            "{limit}: the batch is lost"
+        );
         engine.publish(payload(5)).await;
         subscriber.holds([0, 1, 3, 4, 5]).await;
     }
@@ -555,7 +654,10 @@ async fn announced_frame_length_does_not_abort_the_process() {
         sleep(Duration::from_millis(10)).await;
     };
     peer.write_all(&hostile).await.unwrap();
-    until("the publisher is refused", || subscriber.connection_errors("protocol") == 1).await;
+    until("the publisher is refused", || {
+        subscriber.connection_errors("protocol") == 1
+    })
+    .await;
     let mut engine = Engine::start(&site, vec![]).await;
     subscriber.is(SourceState::Live).await;
     subscriber.hears(&mut engine, [1]).await;
@@ -563,11 +665,19 @@ async fn announced_frame_length_does_not_abort_the_process() {
 
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let events = format!("tcp://{}", listener.local_addr().unwrap());
-    let site = Site { events, replay: None, attach: Attach::Connect, shape: Shape::Short };
+    let site = Site {
+        events,
+        replay: None,
+        attach: Attach::Connect,
+        shape: Shape::Short,
+    };
     let subscriber = site.subscribe();
     let (mut peer, _) = listener.accept().await.unwrap();
     peer.write_all(&hostile).await.unwrap();
-    until("the connection is closed", || subscriber.connection_errors("protocol") == 1).await;
+    until("the connection is closed", || {
+        subscriber.connection_errors("protocol") == 1
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -578,7 +688,11 @@ async fn messages_of_another_shape_are_counted_and_skipped() {
     subscriber.is(SourceState::Live).await;
     subscriber.hears(&mut engine, []).await;
     let topic = TOPIC.as_bytes();
-    for strange in [message([topic]), message([topic, b"short", b"x"]), message([topic, &[0; 8], b"x", b"y"])] {
+    for strange in [
+        message([topic]),
+        message([topic, b"short", b"x"]),
+        message([topic, &[0; 8], b"x", b"y"]),
+    ] {
         engine.publisher.send(strange).await.unwrap();
     }
     engine.publish(payload(1)).await;
@@ -589,7 +703,12 @@ async fn messages_of_another_shape_are_counted_and_skipped() {
 #[tokio::test]
 async fn batches_of_another_rank_are_dropped() {
     let site = Site::new(Attach::Connect, true);
-    let other = rmp_serde::to_vec(&(1.5, [("BlockStored", [9u64], None::<u64>, [1u32, 2], 2u32)], 1)).unwrap();
+    let other = rmp_serde::to_vec(&(
+        1.5,
+        [("BlockStored", [9u64], None::<u64>, [1u32, 2], 2u32)],
+        1,
+    ))
+    .unwrap();
     let _engine = Engine::start(&site, vec![payload(1), other, payload(2)]).await;
     let subscriber = site.subscribe();
     subscriber.holds([1, 2]).await;
@@ -599,7 +718,10 @@ async fn batches_of_another_rank_are_dropped() {
 #[tokio::test]
 async fn a_silent_replay_endpoint_does_not_keep_the_live_feed_away() {
     let site = Site::new(Attach::Connect, true);
-    let mute = Site { replay: None, ..site.clone() };
+    let mute = Site {
+        replay: None,
+        ..site.clone()
+    };
     // Nobody answers at the replay endpoint.
     let mut engine = Engine::start(&mute, vec![]).await;
     let subscriber = site.subscribe();
@@ -616,7 +738,10 @@ async fn a_silent_replay_endpoint_does_not_keep_the_live_feed_away() {
 async fn a_replay_endpoint_that_is_not_there_does_not_keep_the_live_feed_away() {
     let heard = Site::new(Attach::Connect, false);
     // As it is where the engine was started without the endpoint that the configuration names.
-    let site = Site { replay: Site::new(Attach::Connect, true).replay, ..heard.clone() };
+    let site = Site {
+        replay: Site::new(Attach::Connect, true).replay,
+        ..heard.clone()
+    };
     let mut engine = Engine::start(&heard, vec![]).await;
     let subscriber = site.subscribe();
     subscriber.is(SourceState::Live).await;
@@ -629,26 +754,43 @@ async fn a_replay_endpoint_that_is_not_there_does_not_keep_the_live_feed_away() 
     }
     subscriber.holds(0..=5).await;
     assert_eq!(subscriber.gaps("lost"), lost + 5);
-    assert!(began.elapsed() < Duration::from_secs(10), "each gap waited for a connection: {:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_secs(10),
+        "each gap waited for a connection: {:?}",
+        began.elapsed()
+    );
 }
 
 #[tokio::test]
 async fn trust_follows_the_source() {
     let site = Site::new(Attach::Connect, false);
     let subscriber = site.subscribe();
-    subscriber.stands(Trust::CatchingUp, Some(Because::Connecting)).await;
+    subscriber
+        .stands(Trust::CatchingUp, Some(Because::Connecting))
+        .await;
     let mut engine = Engine::start(&site, vec![]).await;
     subscriber.stands(Trust::Exact, None).await;
     subscriber.hears(&mut engine, [1]).await;
     let facts = || subscriber.witness.source().lock().facts();
-    until("the last batch is told of", || facts().last_number == Some(engine.log.lock().len() as u64 - 1)).await;
+    until("the last batch is told of", || {
+        facts().last_number == Some(engine.log.lock().len() as u64 - 1)
+    })
+    .await;
     // The engine of this test writes 1.5 seconds after 1970.
-    assert!(facts().lag_seconds.is_some_and(|lag| lag > 1e9) && !facts().clock_skew, "{:?}", facts());
+    assert!(
+        facts().lag_seconds.is_some_and(|lag| lag > 1e9) && !facts().clock_skew,
+        "{:?}",
+        facts()
+    );
     engine.publish(b"nonsense".to_vec()).await;
-    subscriber.stands(Trust::Stale, Some(Because::Undecodable)).await;
+    subscriber
+        .stands(Trust::Stale, Some(Because::Undecodable))
+        .await;
     assert_eq!(facts().undecodable, 1);
     drop(engine);
-    subscriber.stands(Trust::Stale, Some(Because::Detached)).await;
+    subscriber
+        .stands(Trust::Stale, Some(Because::Detached))
+        .await;
 }
 
 #[tokio::test]
@@ -662,28 +804,44 @@ async fn lost_batches_are_doubts_until_all_is_told_again_or_as_much_was_evicted_
     engine.lose(payload(50));
     engine.lose(payload(51));
     engine.publish(payload(2)).await;
-    subscriber.stands(Trust::Stale, Some(Because::LostBatches)).await;
+    subscriber
+        .stands(Trust::Stale, Some(Because::LostBatches))
+        .await;
     let facts = || subscriber.witness.source().lock().facts();
     assert_eq!(facts().doubted_blocks, 2);
     // Batches 0 of the engine may have been lost before the subscription, too.
-    assert!(facts().lost_batches >= 2 && facts().gaps >= 1, "{:?}", facts());
+    assert!(
+        facts().lost_batches >= 2 && facts().gaps >= 1,
+        "{:?}",
+        facts()
+    );
     engine.publish(payload(0)).await;
     engine.publish(payload(1)).await;
-    subscriber.stands(Trust::Incomplete, Some(Because::UntoldBlocks)).await;
+    subscriber
+        .stands(Trust::Incomplete, Some(Because::UntoldBlocks))
+        .await;
     subscriber.holds([0, 1, 2]).await;
 
     engine.lose(payload(52));
     engine.publish(payload(3)).await;
-    subscriber.stands(Trust::Stale, Some(Because::LostBatches)).await;
+    subscriber
+        .stands(Trust::Stale, Some(Because::LostBatches))
+        .await;
     for block in 4..12 {
         engine.publish(payload(block)).await;
     }
     subscriber.holds(0..12).await;
-    assert_eq!(facts().doubted_blocks, 3, "however much is stored, the cache may have room for it");
+    assert_eq!(
+        facts().doubted_blocks,
+        3,
+        "however much is stored, the cache may have room for it"
+    );
     engine.publish(removal(&[3, 4, 5])).await;
     subscriber.holds(6..12).await;
     // What was there before the gap was never told of, and may be in use still.
-    subscriber.stands(Trust::Incomplete, Some(Because::UntoldBlocks)).await;
+    subscriber
+        .stands(Trust::Incomplete, Some(Because::UntoldBlocks))
+        .await;
     engine.publish(removal(&[6, 7, 8])).await;
     subscriber.stands(Trust::Exact, None).await;
     subscriber.holds(9..12).await;
@@ -700,7 +858,9 @@ async fn where_that_is_wanted_lost_batches_clear_the_rank() {
     engine.lose(payload(50));
     engine.publish(payload(2)).await;
     subscriber.holds([2]).await;
-    subscriber.stands(Trust::Incomplete, Some(Because::UntoldBlocks)).await;
+    subscriber
+        .stands(Trust::Incomplete, Some(Because::UntoldBlocks))
+        .await;
     assert_eq!(subscriber.witness.source().lock().facts().doubted_blocks, 0);
 }
 

@@ -18,9 +18,17 @@ use serde_json::Value;
 
 fn program() -> PathBuf {
     let tests = std::env::current_exe().unwrap();
-    let program = tests.parent().unwrap().with_file_name("examples").join("load");
+    let program = tests
+        .parent()
+        .unwrap()
+        .with_file_name("examples")
+        .join("load");
     // A whole `cargo test` builds it first; a run of this test alone does not.
-    assert!(program.exists(), "{} is missing: cargo build --examples", program.display());
+    assert!(
+        program.exists(),
+        "{} is missing: cargo build --examples",
+        program.display()
+    );
     program
 }
 
@@ -28,41 +36,102 @@ fn program() -> PathBuf {
 fn processes(temporary: &str) -> usize {
     let mark = format!("TMPDIR={temporary}");
     let processes = fs::read_dir("/proc").unwrap().flatten();
-    let environments = processes.filter_map(|process| fs::read(process.path().join("environ")).ok());
-    environments.filter(|all| all.split(|&byte| byte == 0).any(|variable| variable == mark.as_bytes())).count()
+    let environments =
+        processes.filter_map(|process| fs::read(process.path().join("environ")).ok());
+    environments
+        .filter(|all| {
+            all.split(|&byte| byte == 0)
+                .any(|variable| variable == mark.as_bytes())
+        })
+        .count()
 }
 
 fn run(args: &[&str]) -> Vec<Value> {
-    let temporary = tempfile::Builder::new().prefix("load-test-").tempdir().unwrap();
+    let temporary = tempfile::Builder::new()
+        .prefix("load-test-")
+        .tempdir()
+        .unwrap();
     let json = temporary.path().join("load.json");
     let mut command = Command::new(program());
-    command.args(args).arg("--json").arg(&json).env("TMPDIR", temporary.path());
+    command
+        .args(args)
+        .arg("--json")
+        .arg(&json)
+        .env("TMPDIR", temporary.path());
     let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(processes(temporary.path().to_str().unwrap()), 0, "processes are left");
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert_eq!(
+        processes(temporary.path().to_str().unwrap()),
+        0,
+        "processes are left"
+    );
     serde_json::from_slice(&fs::read(json).unwrap()).unwrap()
 }
 
 #[test]
 fn every_sweep_drives_all_sides_alike_and_leaves_nothing() {
-    let written = run(&["--short", "--rounds", "1", "--seconds", "0.3", "--requests", "24"]);
-    let (points, rows): (Vec<&Value>, Vec<&Value>) = written.iter().partition(|entry| entry["sweep"].is_string());
-    let sweeps: BTreeSet<_> = points.iter().map(|point| point["sweep"].as_str().unwrap()).collect();
-    assert_eq!(sweeps, BTreeSet::from(["body", "chunks", "prompt", "ranks", "streams"]));
+    let written = run(&[
+        "--short",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.3",
+        "--requests",
+        "24",
+    ]);
+    let (points, rows): (Vec<&Value>, Vec<&Value>) =
+        written.iter().partition(|entry| entry["sweep"].is_string());
+    let sweeps: BTreeSet<_> = points
+        .iter()
+        .map(|point| point["sweep"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        sweeps,
+        BTreeSet::from(["body", "chunks", "prompt", "ranks", "streams"])
+    );
     for sides in points.chunks(3) {
-        let names: Vec<_> = sides.iter().map(|side| side["side"].as_str().unwrap()).collect();
+        let names: Vec<_> = sides
+            .iter()
+            .map(|side| side["side"].as_str().unwrap())
+            .collect();
         assert_eq!(names, ["Envoy alone", "bare ext_proc", "warmroute"]);
-        let numbers = |field: &str| sides.iter().map(|side| side[field].as_f64().unwrap()).collect::<Vec<_>>();
-        for field in ["requests", "per_second", "p50_ms", "cpu_envoy", "cpu_client", "cpu_engines"] {
-            assert!(numbers(field).iter().all(|number| *number > 0.0), "{field}: {sides:?}");
+        let numbers = |field: &str| {
+            sides
+                .iter()
+                .map(|side| side[field].as_f64().unwrap())
+                .collect::<Vec<_>>()
+        };
+        for field in [
+            "requests",
+            "per_second",
+            "p50_ms",
+            "cpu_envoy",
+            "cpu_client",
+            "cpu_engines",
+        ] {
+            assert!(
+                numbers(field).iter().all(|number| *number > 0.0),
+                "{field}: {sides:?}"
+            );
         }
         for field in ["cpu_server", "rss_server_mib"] {
-            assert!(numbers(field)[0] == 0.0 && numbers(field)[1] > 0.0 && numbers(field)[2] > 0.0, "{sides:?}");
+            assert!(
+                numbers(field)[0] == 0.0 && numbers(field)[1] > 0.0 && numbers(field)[2] > 0.0,
+                "{sides:?}"
+            );
         }
         // In how many pieces Envoy reads an answer depends on the moment.
         let messages = numbers("messages");
         if sides[0]["at"]["chunks"].is_null() {
-            assert_eq!((messages[0], messages[1]), (0.0, messages[2]), "both servers hear the same: {sides:?}");
+            assert_eq!(
+                (messages[0], messages[1]),
+                (0.0, messages[2]),
+                "both servers hear the same: {sides:?}"
+            );
         }
         assert!(messages[1] >= 4.0, "{sides:?}");
     }

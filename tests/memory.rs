@@ -5,7 +5,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::print_stdout, reason = "the tests print a table")]
-#![expect(clippy::disallowed_methods, reason = "the environment names the row of a process")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the environment names the row of a process"
+)]
 
 use std::process::Command;
 use std::time::Instant;
@@ -62,7 +65,10 @@ impl MemoryMeter {
     pub(crate) fn start(process: &str) -> Self {
         // The kernel resets the peak.
         fs::write(format!("/proc/{process}/clear_refs"), "5").unwrap();
-        Self { process: process.to_owned(), before: resident(process, "VmRSS:") }
+        Self {
+            process: process.to_owned(),
+            before: resident(process, "VmRSS:"),
+        }
     }
 
     /// Growth of the resident memory since the start.
@@ -92,13 +98,19 @@ impl MemoryMeter {
             peak <= limit + BASE,
             "{row}: the memory grew by {peak} bytes, above {limit} documented and {BASE} of base"
         );
-        assert!(peak * SLACK >= limit, "{row}: the memory grew by {peak} bytes only, {limit} are documented");
+        assert!(
+            peak * SLACK >= limit,
+            "{row}: the memory grew by {peak} bytes only, {limit} are documented"
+        );
     }
 }
 
 fn resident(process: &str, line: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
-    let kib = status.lines().find_map(|found| found.strip_prefix(line)?.trim().strip_suffix(" kB")).unwrap();
+    let kib = status
+        .lines()
+        .find_map(|found| found.strip_prefix(line)?.trim().strip_suffix(" kB"))
+        .unwrap();
     kib.trim().parse::<u64>().unwrap() * 1024
 }
 
@@ -124,11 +136,23 @@ pub(crate) fn measure_after<P, T>(
     }
     let started = Instant::now();
     let mut command = Command::new(env::current_exe().unwrap());
-    let output = command.args([row, "--exact", "--nocapture"]).env(ROW, row).output().unwrap();
+    let output = command
+        .args([row, "--exact", "--nocapture"])
+        .env(ROW, row)
+        .output()
+        .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     let measured = text.lines().find(|line| line.starts_with("| "));
-    assert!(output.status.success() && measured.is_some(), "{row}:\n{text}{}", String::from_utf8_lossy(&output.stderr));
-    println!("{} {:.1} s", measured.unwrap_or_default(), started.elapsed().as_secs_f64());
+    assert!(
+        output.status.success() && measured.is_some(),
+        "{row}:\n{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    println!(
+        "{} {:.1} s",
+        measured.unwrap_or_default(),
+        started.elapsed().as_secs_f64()
+    );
 }
 
 /// A limit that is a setting: its default in long tests, else an eighth of it.
@@ -136,7 +160,9 @@ pub(crate) fn setting(default: u64) -> u64 {
     if env::var("WARMROUTE_LONG_TESTS").is_ok_and(|value| value == "1") {
         return default;
     }
-    println!("WARMROUTE_LONG_TESTS is not 1: measured at an eighth of the default setting {default}");
+    println!(
+        "WARMROUTE_LONG_TESTS is not 1: measured at an eighth of the default setting {default}"
+    );
     default / 8
 }
 

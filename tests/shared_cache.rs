@@ -1,7 +1,10 @@
 //! A cache that all workers share, from the configuration to the choice: an HTTP server that speaks the documented protocol,
 //! and a started warmroute that queries it.
 
-#![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "in a test, and in what helps it, a failure is a failed test"
+)]
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -56,7 +59,9 @@ impl Bed {
         let cache = Arc::new(Cache::default());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/lookup", listener.local_addr().unwrap());
-        let routes = Routes::new().route("/lookup", post(lookup)).with_state(cache.clone());
+        let routes = Routes::new()
+            .route("/lookup", post(lookup))
+            .with_state(cache.clone());
         tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
         let text = format!(
             "listen: {{tcp: '127.0.0.1:0'}}\nadmin: {{listen: '127.0.0.1:0'}}\napi: {{listen: '127.0.0.1:0'}}\n\
@@ -66,13 +71,31 @@ impl Bed {
              schedule: {{overlap_score_credit: 1, prefill_load_scale: 1, decode_active_request_weight: 0, \
              shared_cache_multiplier: 1}}\n"
         );
-        let app = App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap()).await.unwrap();
-        let (api, ext_proc, admin) = (app.api_address.unwrap(), app.ext_proc_address.unwrap(), app.admin_address);
+        let app =
+            App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
+                .await
+                .unwrap();
+        let (api, ext_proc, admin) = (
+            app.api_address.unwrap(),
+            app.ext_proc_address.unwrap(),
+            app.admin_address,
+        );
         let stop = CancellationToken::new();
         let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
-        let router = RouterClient::connect(format!("http://{api}")).await.unwrap();
-        let ext_proc = ExternalProcessorClient::connect(format!("http://{ext_proc}")).await.unwrap();
-        Self { cache, router, ext_proc, admin, stop, running }
+        let router = RouterClient::connect(format!("http://{api}"))
+            .await
+            .unwrap();
+        let ext_proc = ExternalProcessorClient::connect(format!("http://{ext_proc}"))
+            .await
+            .unwrap();
+        Self {
+            cache,
+            router,
+            ext_proc,
+            admin,
+            stop,
+            running,
+        }
     }
 
     fn holds(&self, ranges: &[(u64, u64)]) {
@@ -81,8 +104,14 @@ impl Bed {
 
     async fn book(&self, id: &str, worker: u64, question: pb::Question) {
         let asked = pb::AddRequestRequest {
-            attempt: Some(pb::Attempt { id: id.to_owned(), number: 0 }),
-            worker: Some(pb::WorkerRank { worker_id: worker, dp_rank: 0 }),
+            attempt: Some(pb::Attempt {
+                id: id.to_owned(),
+                number: 0,
+            }),
+            worker: Some(pb::WorkerRank {
+                worker_id: worker,
+                dp_rank: 0,
+            }),
             question: Some(question),
             ..pb::AddRequestRequest::default()
         };
@@ -90,12 +119,27 @@ impl Bed {
     }
 
     async fn free(&self, id: &str) {
-        let attempt = Some(pb::Attempt { id: id.to_owned(), number: 0 });
-        self.router.clone().free(pb::FreeRequest { attempt, status: None }).await.unwrap();
+        let attempt = Some(pb::Attempt {
+            id: id.to_owned(),
+            number: 0,
+        });
+        self.router
+            .clone()
+            .free(pb::FreeRequest {
+                attempt,
+                status: None,
+            })
+            .await
+            .unwrap();
     }
 
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> pb::OverlapScoresResponse {
-        self.router.clone().overlap_scores(asked).await.unwrap().into_inner()
+        self.router
+            .clone()
+            .overlap_scores(asked)
+            .await
+            .unwrap()
+            .into_inner()
     }
 
     /// The worker that Envoy would send a request of these tokens to.
@@ -107,7 +151,9 @@ impl Bed {
             raw_value: value.as_bytes().to_vec(),
             ..HeaderValue::default()
         };
-        let head = [(":method", "POST"), (":path", "/v1/completions")].map(header).to_vec();
+        let head = [(":method", "POST"), (":path", "/v1/completions")]
+            .map(header)
+            .to_vec();
         let messages = [
             Message::RequestHeaders(proto::HttpHeaders {
                 headers: Some(HeaderMap { headers: head }),
@@ -119,10 +165,18 @@ impl Bed {
                 ..proto::HttpBody::default()
             }),
         ];
-        let request =
-            |message| proto::ProcessingRequest { request: Some(message), ..proto::ProcessingRequest::default() };
+        let request = |message| proto::ProcessingRequest {
+            request: Some(message),
+            ..proto::ProcessingRequest::default()
+        };
         let messages = tokio_stream::iter(messages.map(request));
-        let mut replies = self.ext_proc.clone().process(messages).await.unwrap().into_inner();
+        let mut replies = self
+            .ext_proc
+            .clone()
+            .process(messages)
+            .await
+            .unwrap()
+            .into_inner();
         let mut worker = None;
         while let Some(reply) = replies.message().await.unwrap() {
             let response = match reply.response.unwrap() {
@@ -130,19 +184,40 @@ impl Bed {
                 Reply::RequestBody(reply) => reply.response,
                 other => panic!("{other:?}"),
             };
-            let set = response.and_then(|response| response.header_mutation).unwrap_or_default().set_headers;
+            let set = response
+                .and_then(|response| response.header_mutation)
+                .unwrap_or_default()
+                .set_headers;
             let mut named = set.into_iter().filter_map(|option| option.header);
             let named = named.rfind(|header| header.key == "x-worker-instance-id");
-            worker = named.map(|header| String::from_utf8(header.raw_value).unwrap().parse().unwrap()).or(worker);
+            worker = named
+                .map(|header| {
+                    String::from_utf8(header.raw_value)
+                        .unwrap()
+                        .parse()
+                        .unwrap()
+                })
+                .or(worker);
         }
         worker.expect("a worker")
     }
 
     async fn metric(&self, line: &str) -> f64 {
         let client = warmroute::tls::client().build().unwrap();
-        let page = client.get(format!("http://{}/metrics", self.admin)).send().await.unwrap().text().await.unwrap();
-        let mut found = page.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix(' '));
-        found.next_back().map_or(0.0, |value| value.parse().unwrap())
+        let page = client
+            .get(format!("http://{}/metrics", self.admin))
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap();
+        let mut found = page
+            .lines()
+            .filter_map(|found| found.strip_prefix(line)?.strip_prefix(' '));
+        found
+            .next_back()
+            .map_or(0.0, |value| value.parse().unwrap())
     }
 
     async fn stop(self) {
@@ -153,8 +228,13 @@ impl Bed {
 }
 
 fn question(tokens: std::ops::Range<u32>) -> pb::Question {
-    let prompt = pb::question::Prompt::Tokens(pb::Tokens { ids: tokens.collect() });
-    pb::Question { prompt: Some(prompt), ..pb::Question::default() }
+    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+        ids: tokens.collect(),
+    });
+    pb::Question {
+        prompt: Some(prompt),
+        ..pb::Question::default()
+    }
 }
 
 /// Worker 1 has the prompt cached and is busy with a small one.
@@ -170,20 +250,48 @@ async fn blocks_of_the_shared_cache_change_the_choice() {
     warm(&bed).await;
     // An error is no information: the cached blocks of worker 1 decide.
     assert_eq!(bed.worker_of(0..17).await, 1);
-    assert_eq!(bed.metric("warmroute_shared_cache_errors_total{reason=\"status\"}").await, 1.0);
-    assert_eq!(bed.metric("warmroute_shared_cache_hit_rate_count{model=\"m\"}").await, 0.0);
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_errors_total{reason=\"status\"}")
+            .await,
+        1.0
+    );
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_hit_rate_count{model=\"m\"}")
+            .await,
+        0.0
+    );
     // What any worker can load makes the load decide.
     bed.holds(&[(2, 4), (0, 2)]);
     assert_eq!(bed.worker_of(0..17).await, 2);
-    assert_eq!(bed.metric("warmroute_shared_cache_hit_rate_count{model=\"m\"}").await, 1.0);
-    assert_eq!(bed.metric("warmroute_shared_cache_hit_rate_sum{model=\"m\"}").await, 1.0);
-    assert_eq!(bed.metric("warmroute_shared_cache_beyond_blocks_total{model=\"m\"}").await, 4.0);
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_hit_rate_count{model=\"m\"}")
+            .await,
+        1.0
+    );
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_hit_rate_sum{model=\"m\"}")
+            .await,
+        1.0
+    );
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_beyond_blocks_total{model=\"m\"}")
+            .await,
+        4.0
+    );
     assert!(bed.metric("warmroute_shared_cache_seconds_count").await >= 2.0);
 
     // The question names the blocks as the service does.
-    let asked = pb::RouteRequest { question: Some(question(0..17)), ..pb::RouteRequest::default() };
+    let asked = pb::RouteRequest {
+        question: Some(question(0..17)),
+        ..pb::RouteRequest::default()
+    };
     let told = bed.router.clone().route(asked).await.unwrap().into_inner();
-    let hex = |hashes: &[u64]| hashes.iter().map(|hash| format!("{hash:016x}")).collect::<Vec<_>>();
+    let hex = |hashes: &[u64]| {
+        hashes
+            .iter()
+            .map(|hash| format!("{hash:016x}"))
+            .collect::<Vec<_>>()
+    };
     let prompt = &told.prompts[0];
     let expected = json!({
         "model": "m",
@@ -192,7 +300,15 @@ async fn blocks_of_the_shared_cache_change_the_choice() {
         "sequence_hashes": hex(&prompt.sequence_hashes),
     });
     assert_eq!(prompt.local_hashes.len(), 4);
-    assert!(bed.cache.asked.lock().iter().rev().take(3).all(|question| *question == expected));
+    assert!(
+        bed.cache
+            .asked
+            .lock()
+            .iter()
+            .rev()
+            .take(3)
+            .all(|question| *question == expected)
+    );
     bed.stop().await;
 }
 
@@ -205,19 +321,38 @@ async fn overlap_scores_summarize_the_shared_cache() {
         include_shared,
         ..pb::OverlapScoresRequest::default()
     };
-    let failed = pb::SharedCacheHits { enabled: true, error: "status".to_owned(), ..pb::SharedCacheHits::default() };
+    let failed = pb::SharedCacheHits {
+        enabled: true,
+        error: "status".to_owned(),
+        ..pb::SharedCacheHits::default()
+    };
     assert_eq!(bed.overlaps(asked(None)).await.shared_cache, Some(failed));
     bed.holds(&[(0, 1), (2, 9)]);
     let told = bed.overlaps(asked(Some(true))).await;
-    let ranges = [(0, 1), (2, 4)].map(|(start, end)| pb::BlockRange { start, end }).to_vec();
-    let hits = pb::SharedCacheHits { enabled: true, total_hit_blocks: 3, ranges, error: String::new() };
+    let ranges = [(0, 1), (2, 4)]
+        .map(|(start, end)| pb::BlockRange { start, end })
+        .to_vec();
+    let hits = pb::SharedCacheHits {
+        enabled: true,
+        total_hit_blocks: 3,
+        ranges,
+        error: String::new(),
+    };
     assert_eq!(told.shared_cache, Some(hits));
-    let beyond: Vec<_> = told.ranks.iter().map(|score| score.shared_blocks_beyond_device).collect();
+    let beyond: Vec<_> = told
+        .ranks
+        .iter()
+        .map(|score| score.shared_blocks_beyond_device)
+        .collect();
     assert_eq!(beyond, [0, 3]);
     let before = bed.cache.asked.lock().len();
     let told = bed.overlaps(asked(Some(false))).await;
     assert_eq!(told.shared_cache, None);
-    assert!(told.ranks.iter().all(|score| score.shared_blocks_beyond_device == 0));
+    assert!(
+        told.ranks
+            .iter()
+            .all(|score| score.shared_blocks_beyond_device == 0)
+    );
     assert_eq!(bed.cache.asked.lock().len(), before, "it was asked");
     bed.stop().await;
 }
@@ -226,32 +361,78 @@ async fn overlap_scores_summarize_the_shared_cache() {
 async fn overrides_apply_to_scores_loads_and_bookings() {
     let bed = Bed::start().await;
     warm(&bed).await;
-    let credit = |credit| Some(pb::Overrides { overlap_score_credit: Some(credit), ..pb::Overrides::default() });
+    let credit = |credit| {
+        Some(pb::Overrides {
+            overlap_score_credit: Some(credit),
+            ..pb::Overrides::default()
+        })
+    };
     let asked = |overrides| pb::OverlapScoresRequest {
         question: Some(question(0..17)),
         overrides,
         ..pb::OverlapScoresRequest::default()
     };
     assert_eq!(bed.overlaps(asked(None)).await.ranks[0].credit_blocks, 4.0);
-    assert_eq!(bed.overlaps(asked(credit(0.0))).await.ranks[0].credit_blocks, 0.0);
-    let refused = bed.router.clone().overlap_scores(asked(credit(-1.0))).await.unwrap_err();
+    assert_eq!(
+        bed.overlaps(asked(credit(0.0))).await.ranks[0].credit_blocks,
+        0.0
+    );
+    let refused = bed
+        .router
+        .clone()
+        .overlap_scores(asked(credit(-1.0)))
+        .await
+        .unwrap_err();
     assert_eq!(refused.code(), tonic::Code::InvalidArgument);
 
-    let untracked = || Some(pb::Overrides { track_prefill_tokens: Some(false), ..pb::Overrides::default() });
-    let asked = |overrides| pb::PotentialLoadsRequest { question: Some(question(200..208)), overrides };
+    let untracked = || {
+        Some(pb::Overrides {
+            track_prefill_tokens: Some(false),
+            ..pb::Overrides::default()
+        })
+    };
+    let asked = |overrides| pb::PotentialLoadsRequest {
+        question: Some(question(200..208)),
+        overrides,
+    };
     let loads = async |overrides| {
-        let ranks = bed.router.clone().potential_loads(asked(overrides)).await.unwrap().into_inner().ranks;
-        ranks.iter().map(|load| load.potential_prefill_tokens).collect::<Vec<_>>()
+        let ranks = bed
+            .router
+            .clone()
+            .potential_loads(asked(overrides))
+            .await
+            .unwrap()
+            .into_inner()
+            .ranks;
+        ranks
+            .iter()
+            .map(|load| load.potential_prefill_tokens)
+            .collect::<Vec<_>>()
     };
     assert_eq!(loads(None).await, [12, 8]);
     assert_eq!(loads(untracked()).await, [4, 0]);
     let asked = pb::AddRequestRequest {
-        attempt: Some(pb::Attempt { id: "r".to_owned(), number: 0 }),
-        worker: Some(pb::WorkerRank { worker_id: 2, dp_rank: 0 }),
+        attempt: Some(pb::Attempt {
+            id: "r".to_owned(),
+            number: 0,
+        }),
+        worker: Some(pb::WorkerRank {
+            worker_id: 2,
+            dp_rank: 0,
+        }),
         question: Some(question(200..208)),
         overrides: untracked(),
         ..pb::AddRequestRequest::default()
     };
-    assert_eq!(bed.router.clone().add_request(asked).await.unwrap().into_inner().prefill_tokens, 0);
+    assert_eq!(
+        bed.router
+            .clone()
+            .add_request(asked)
+            .await
+            .unwrap()
+            .into_inner()
+            .prefill_tokens,
+        0
+    );
     bed.stop().await;
 }

@@ -43,13 +43,16 @@ async fn json_of(http: &reqwest::Client, url: &str) -> Option<Value> {
 async fn hit_rate(deployment: &Deployment, from: usize, requests: usize) -> f64 {
     let (mut prompt, mut cached) = (0.0, 0.0);
     for nth in 0..requests {
-        let body = json!({"model": MODEL, "prompt": essay((from + nth * 7) % PROMPTS), "max_tokens": 1});
+        let body =
+            json!({"model": MODEL, "prompt": essay((from + nth * 7) % PROMPTS), "max_tokens": 1});
         let answer = deployment.post("/v1/completions", &body).await;
         assert_eq!(answer.status(), 200);
         let answer: Value = answer.json().await.unwrap();
         let usage = &answer["usage"];
         prompt += usage["prompt_tokens"].as_f64().unwrap();
-        cached += usage["prompt_tokens_details"]["cached_tokens"].as_f64().unwrap_or_default();
+        cached += usage["prompt_tokens_details"]["cached_tokens"]
+            .as_f64()
+            .unwrap_or_default();
     }
     cached / prompt
 }
@@ -62,7 +65,12 @@ async fn known(another: &Another) -> u64 {
 /// Waits until it knows exactly what the engines hold.
 async fn settles(another: &Another, deployment: &Deployment) {
     let same = async || known(another).await == deployment.cached_blocks().await;
-    assert!(until(PATIENCE, same).await, "{} and {}", known(another).await, deployment.cached_blocks().await);
+    assert!(
+        until(PATIENCE, same).await,
+        "{} and {}",
+        known(another).await,
+        deployment.cached_blocks().await
+    );
 }
 
 /// A deployment whose warmroute can be copied from at this address.
@@ -70,7 +78,10 @@ async fn deployment() -> (Deployment, String) {
     let mut deployment = Deployment::engines(&forgetful()).await;
     deployment.write_workers().unwrap();
     let api = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
-    deployment.start_router(&telling(json!({"api": {"listen": api}}))).await.unwrap();
+    deployment
+        .start_router(&telling(json!({"api": {"listen": api}})))
+        .await
+        .unwrap();
     let envoy = deployment.envoy_config();
     deployment.start_envoy(&envoy).await.unwrap();
     (deployment, format!("http://{api}"))
@@ -86,7 +97,11 @@ async fn the_first_requests_of_a_new_one_find_what_those_of_its_peer_found() {
     // One that has to learn for itself, for comparison, and one that copies while requests go on.
     let cold = Another::start(&deployment, "cold", &json!({})).await;
     let held = deployment.cached_blocks().await;
-    assert!(known(&cold).await < held / 2, "the engines repeat {} of {held} blocks", known(&cold).await);
+    assert!(
+        known(&cold).await < held / 2,
+        "the engines repeat {} of {held} blocks",
+        known(&cold).await
+    );
     let from = json!({"takeover": {"from": api}});
     let starts = Another::start(&deployment, "new", &from);
     let (new, _) = tokio::join!(starts, hit_rate(&deployment, 1, 100));
@@ -96,7 +111,10 @@ async fn the_first_requests_of_a_new_one_find_what_those_of_its_peer_found() {
     let envoy = new.envoy_config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
     let of_new = hit_rate(&deployment, 5, REQUESTS).await;
-    println!("hit rate of the peer {of_peer:.4}, of the new one {of_new:.4}: {:.4} of it", of_new / of_peer);
+    println!(
+        "hit rate of the peer {of_peer:.4}, of the new one {of_new:.4}: {:.4} of it",
+        of_new / of_peer
+    );
     assert!(of_new >= 0.98 * of_peer, "{of_new} of {of_peer}");
     // Both go on.
     settles(&new, &deployment).await;
@@ -119,19 +137,35 @@ async fn a_restart_goes_on_where_the_file_ends_and_an_engine_that_is_a_new_one_i
     let router = deployment.router().unwrap();
     router.terminate();
     let end = std::time::Instant::now() + PATIENCE;
-    assert!(router.wait_exit(end).is_some_and(|status| status.success()), "{}", router.log_tail());
+    assert!(
+        router.wait_exit(end).is_some_and(|status| status.success()),
+        "{}",
+        router.log_tail()
+    );
     assert!(deployment.run_dir.join("index.warmroute").is_file());
     for engine in &deployment.engines[1..] {
         let body = json!({"model": MODEL, "prompt": essay(PROMPTS + 1), "max_tokens": 1});
-        let answer = deployment.http.post(engine.url("/v1/completions")).json(&body).send().await.unwrap();
+        let answer = deployment
+            .http
+            .post(engine.url("/v1/completions"))
+            .json(&body)
+            .send()
+            .await
+            .unwrap();
         assert_eq!(answer.status(), 200);
     }
     deployment.engines[0].kill9();
     let (programs, run_dir) = (programs(), deployment.run_dir.clone());
-    deployment.engines[0].restart(&programs, &run_dir).await.unwrap();
+    deployment.engines[0]
+        .restart(&programs, &run_dir)
+        .await
+        .unwrap();
     deployment.start_router(&own).await.unwrap();
     deployment.settle().await;
-    assert!(deployment.cached_blocks().await > known / 2, "three of four engines are as they were");
+    assert!(
+        deployment.cached_blocks().await > known / 2,
+        "three of four engines are as they were"
+    );
     assert!(hit_rate(&deployment, 0, 200).await > 0.5);
 
     // Whoever is killed leaves nothing, and starts with the file of before; what that misses is doubted, and no error.
@@ -142,7 +176,11 @@ async fn a_restart_goes_on_where_the_file_ends_and_an_engine_that_is_a_new_one_i
     deployment.kill9_router();
     std::fs::write(deployment.run_dir.join("index.warmroute"), "no index").unwrap();
     deployment.start_router(&own).await.unwrap();
-    assert!(deployment.router_log().contains("what was known at the last end is of no use"));
+    assert!(
+        deployment
+            .router_log()
+            .contains("what was known at the last end is of no use")
+    );
     hit_rate(&deployment, 0, 10).await;
 }
 
@@ -152,7 +190,12 @@ async fn where_nobody_tells_we_start_cold_or_wait_as_it_is_configured() {
     hit_rate(&deployment, 0, 100).await;
     deployment.settle().await;
     let nobody = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
-    let alone = Another::start(&deployment, "alone", &json!({"takeover": {"from": nobody, "deadline": "1s"}})).await;
+    let alone = Another::start(
+        &deployment,
+        "alone",
+        &json!({"takeover": {"from": nobody, "deadline": "1s"}}),
+    )
+    .await;
     assert!(known(&alone).await < deployment.cached_blocks().await);
 
     // Two that wait for one another know nothing; when one of them need not wait any longer, the other one need not either.
@@ -162,13 +205,27 @@ async fn where_nobody_tells_we_start_cold_or_wait_as_it_is_configured() {
     let late = Instant::now() + Duration::from_secs(3);
     while Instant::now() < late {
         let page = json_of(&deployment.http, &waits.url("/readyz")).await;
-        assert!(page.is_none_or(|page| page["ready"] == false), "nobody has told");
+        assert!(
+            page.is_none_or(|page| page["ready"] == false),
+            "nobody has told"
+        );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let page = json_of(&deployment.http, &waits.url("/readyz")).await.unwrap();
-    assert!(page["pending"].to_string().contains("what is known of worker rank"), "{page}");
-    let _other =
-        Another::start(&deployment, "other", &json!({"api": {"listen": two}, "takeover": {"from": api}})).await;
+    let page = json_of(&deployment.http, &waits.url("/readyz"))
+        .await
+        .unwrap();
+    assert!(
+        page["pending"]
+            .to_string()
+            .contains("what is known of worker rank"),
+        "{page}"
+    );
+    let _other = Another::start(
+        &deployment,
+        "other",
+        &json!({"api": {"listen": two}, "takeover": {"from": api}}),
+    )
+    .await;
     waits.is_ready().await;
     settles(&waits, &deployment).await;
 }

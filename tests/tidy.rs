@@ -1,7 +1,10 @@
 //! The rules of the house, as a program: the layer table, what may appear where, and the sizes that keep the code
 //! liveable. A rule that is only written down is forgotten; this one fails the build.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot read the source has failed")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test that cannot read the source has failed"
+)]
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -83,7 +86,18 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Text that may appear only in these modules.
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "xds", "app"]),
-    ("tonic", &["api", "ext_proc", "remote_index", "takeover", "tls", "xds", "app"]),
+    (
+        "tonic",
+        &[
+            "api",
+            "ext_proc",
+            "remote_index",
+            "takeover",
+            "tls",
+            "xds",
+            "app",
+        ],
+    ),
     ("kube::", &["discovery"]),
     ("warmroute_zmtp", &["kv_events"]),
     ("async_nats", &["replica"]),
@@ -92,8 +106,15 @@ const CONFINED: &[(&str, &[&str])] = &[
 ];
 
 /// Text that may not appear in layers 1 and 2.
-const NOT_IN_CORE: &[&str] =
-    &["tokio", "tracing::", "Instant::now", "rand::random", "rand::rng()", "std::fs", "std::net::Tcp"];
+const NOT_IN_CORE: &[&str] = &[
+    "tokio",
+    "tracing::",
+    "Instant::now",
+    "rand::random",
+    "rand::rng()",
+    "std::fs",
+    "std::net::Tcp",
+];
 
 const MOST_LINES: usize = 500;
 
@@ -113,7 +134,9 @@ fn sources() -> Vec<Source> {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") && !is_test_file(&path) {
+            } else if path.extension().is_some_and(|extension| extension == "rs")
+                && !is_test_file(&path)
+            {
                 found.push(source(&root, path));
             }
         }
@@ -123,27 +146,50 @@ fn sources() -> Vec<Source> {
 }
 
 fn is_test_file(path: &Path) -> bool {
-    path.file_stem().is_some_and(|stem| stem == "tests") || path.components().any(|part| part.as_os_str() == "tests")
+    path.file_stem().is_some_and(|stem| stem == "tests")
+        || path.components().any(|part| part.as_os_str() == "tests")
 }
 
 fn source(root: &Path, path: PathBuf) -> Source {
     let text = fs::read_to_string(&path).unwrap();
-    let production = text.split("#[cfg(test)]").next().unwrap_or_default().to_owned();
+    let production = text
+        .split("#[cfg(test)]")
+        .next()
+        .unwrap_or_default()
+        .to_owned();
     let relative = path.strip_prefix(root).unwrap();
-    let first = relative.components().next().unwrap().as_os_str().to_string_lossy();
+    let first = relative
+        .components()
+        .next()
+        .unwrap()
+        .as_os_str()
+        .to_string_lossy();
     let module = first.trim_end_matches(".rs").to_owned();
-    Source { path, module, production }
+    Source {
+        path,
+        module,
+        production,
+    }
 }
 
 /// Lines that are neither comments nor documentation.
 fn code(source: &Source) -> impl Iterator<Item = (usize, &str)> {
-    let numbered = source.production.lines().enumerate().map(|(at, line)| (at + 1, line));
+    let numbered = source
+        .production
+        .lines()
+        .enumerate()
+        .map(|(at, line)| (at + 1, line));
     numbered.filter(|(_, line)| !line.trim_start().starts_with("//"))
 }
 
 fn layer(module: &str) -> u8 {
-    let found = LAYERS.iter().find(|(name, _)| *name == module).map(|(_, layer)| *layer);
-    found.unwrap_or_else(|| panic!("module `{module}` has no layer: add it to the table in tests/tidy.rs"))
+    let found = LAYERS
+        .iter()
+        .find(|(name, _)| *name == module)
+        .map(|(_, layer)| *layer);
+    found.unwrap_or_else(|| {
+        panic!("module `{module}` has no layer: add it to the table in tests/tidy.rs")
+    })
 }
 
 fn may_use(from: &str, to: &str) -> bool {
@@ -166,22 +212,39 @@ fn imports_follow_the_layer_table() {
     let mut seen: BTreeMap<String, usize> = BTreeMap::new();
     for source in sources() {
         for (at, line) in code(&source) {
-            for (_, rest) in line.match_indices("crate::").map(|(i, found)| (i, &line[i + found.len()..])) {
+            for (_, rest) in line
+                .match_indices("crate::")
+                .map(|(i, found)| (i, &line[i + found.len()..]))
+            {
                 let targets: Vec<&str> = match rest.strip_prefix('{') {
-                    Some(list) => list.split([',', '}']).map(str::trim).filter(|name| !name.is_empty()).collect(),
+                    Some(list) => list
+                        .split([',', '}'])
+                        .map(str::trim)
+                        .filter(|name| !name.is_empty())
+                        .collect(),
                     None => vec![rest],
                 };
                 for target in targets {
-                    let to: String = target.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+                    let to: String = target
+                        .chars()
+                        .take_while(|c| c.is_ascii_alphanumeric() || *c == '_')
+                        .collect();
                     *seen.entry(source.module.clone()).or_default() += 1;
                     if !may_use(&source.module, &to) {
-                        broken.push(format!("{}:{at}: `{}` may not use `{to}`", source.path.display(), source.module));
+                        broken.push(format!(
+                            "{}:{at}: `{}` may not use `{to}`",
+                            source.path.display(),
+                            source.module
+                        ));
                     }
                 }
             }
         }
     }
-    assert!(seen.len() > 8, "the import scan sees almost nothing: {seen:?}");
+    assert!(
+        seen.len() > 8,
+        "the import scan sees almost nothing: {seen:?}"
+    );
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
 
@@ -189,7 +252,9 @@ fn imports_follow_the_layer_table() {
 fn what_is_confined_stays_where_it_belongs() {
     let mut broken = Vec::new();
     for source in sources() {
-        let core = LAYERS.iter().any(|(name, layer)| *name == source.module && *layer <= 2);
+        let core = LAYERS
+            .iter()
+            .any(|(name, layer)| *name == source.module && *layer <= 2);
         for (at, line) in code(&source) {
             let strayed = CONFINED.iter().filter(|(text, homes)| {
                 line.contains(text)
@@ -197,10 +262,19 @@ fn what_is_confined_stays_where_it_belongs() {
                     && !SIDE.contains(&source.module.as_str())
             });
             for (text, homes) in strayed {
-                broken.push(format!("{}:{at}: `{text}` belongs in {homes:?}", source.path.display()));
+                broken.push(format!(
+                    "{}:{at}: `{text}` belongs in {homes:?}",
+                    source.path.display()
+                ));
             }
-            for text in NOT_IN_CORE.iter().filter(|text| core && line.contains(**text)) {
-                broken.push(format!("{}:{at}: `{text}` may not appear in layers 1 and 2", source.path.display()));
+            for text in NOT_IN_CORE
+                .iter()
+                .filter(|text| core && line.contains(**text))
+            {
+                broken.push(format!(
+                    "{}:{at}: `{text}` may not appear in layers 1 and 2",
+                    source.path.display()
+                ));
             }
         }
     }
@@ -214,10 +288,14 @@ fn files_are_short_open_with_a_paragraph_and_leave_nothing_unfinished() {
         let name = source.path.display();
         let lines = source.production.lines().count();
         if lines > MOST_LINES {
-            broken.push(format!("{name}: {lines} lines, more than {MOST_LINES}: a missing concept?"));
+            broken.push(format!(
+                "{name}: {lines} lines, more than {MOST_LINES}: a missing concept?"
+            ));
         }
         if !source.production.starts_with("//!") {
-            broken.push(format!("{name}: opens without a paragraph that says what it is for"));
+            broken.push(format!(
+                "{name}: opens without a paragraph that says what it is for"
+            ));
         }
         for (at, line) in source.production.lines().enumerate() {
             let marks = ["TODO", "FIXME", "XXX", "unimplemented!", "todo!"];

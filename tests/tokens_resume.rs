@@ -5,9 +5,18 @@
 //! tokenizer, and with `WARMROUTE_TOKENIZERS=DIR` and `--include-ignored` for those in
 //! `DIR/NAME/tokenizer.json[.gz]` beside the shipped and made ones.
 
-#![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
-#![expect(clippy::disallowed_methods, reason = "how long it runs is said by whoever starts it")]
-#![expect(clippy::print_stdout, reason = "the figures of a long run are its result")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "in a test a failed step is a failed test"
+)]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "how long it runs is said by whoever starts it"
+)]
+#![expect(
+    clippy::print_stdout,
+    reason = "the figures of a long run are its result"
+)]
 
 #[path = "tokens_resume/made.rs"]
 mod made;
@@ -62,11 +71,18 @@ struct Figures {
 /// to a plain one, and that is said.
 fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
     const PLAIN: &str = "{% for message in messages %}{{ bos_token }}{{ message.content }}{{ eos_token }}{% endfor %}";
-    let config = |chat_template| Config { tokenizer: tokenizer.to_owned(), tokenizer_config: None, chat_template };
+    let config = |chat_template| Config {
+        tokenizer: tokenizer.to_owned(),
+        tokenizer_config: None,
+        chat_template,
+    };
     // Without the type of the model what the file says is meant.
     let written = !tokenizer.with_file_name("config.json").is_file();
     let tokenizer_class = written.then(|| "TokenizersBackend".to_owned());
-    let traits = Traits { tokenizer_class, ..Traits::default() };
+    let traits = Traits {
+        tokenizer_class,
+        ..Traits::default()
+    };
     match Encoder::load_as(&config(None), &traits) {
         Ok(encoder) => encoder,
         Err(error @ LoadError::Template { .. }) if !ours => {
@@ -91,9 +107,21 @@ fn subject(name: &str, folder: &Path, ours: bool) -> Subject {
     let added = made::added_tokens(&tokenizer);
     let mut random = SmallRng::seed_from_u64(SEED);
     let systems = (0..12).map(|_| text(&mut random, &added, 1500)).collect();
-    let chat = openai::parse(Api::ChatCompletions, br#"{"messages":[{"role":"user","content":"x"}]}"#).unwrap();
+    let chat = openai::parse(
+        Api::ChatCompletions,
+        br#"{"messages":[{"role":"user","content":"x"}]}"#,
+    )
+    .unwrap();
     let has_template = encoder.render(&chat).is_ok();
-    Subject { name: name.to_owned(), encoder, cache, metrics, added, systems, has_template }
+    Subject {
+        name: name.to_owned(),
+        encoder,
+        cache,
+        metrics,
+        added,
+        systems,
+        has_template,
+    }
 }
 
 /// Some text of up to so many bytes, or a little more.
@@ -107,17 +135,28 @@ fn text(random: &mut impl Rng, added: &[String], most: usize) -> String {
 }
 
 fn pick(random: &mut impl Rng, from: &[&str], most: usize) -> String {
-    (0..random.random_range(1..=most)).map(|_| *from.choose(random).unwrap()).collect()
+    (0..random.random_range(1..=most))
+        .map(|_| *from.choose(random).unwrap())
+        .collect()
 }
 
 /// One piece of one alphabet.
 fn piece(random: &mut impl Rng, added: &[String], text: &mut String) {
-    const WORDS: &[&str] =
-        &["the ", "Router ", "isn't ", "cache", " WARM", "ing, ", "e.g. ", "hello", "\u{2581}", "x "];
-    const CODE: &[&str] =
-        &["<", ">", "<|", "|>", "</", "{", "\"k\": ", "==", "!=", "[", "]", "\\n", "<s", "s>", "0x1F", "//"];
-    const CJK: &[&str] =
-        &["\u{4f60}\u{597d}", "\u{4e16}\u{754c}", "\u{3002}", "\u{3053}\u{3093}", "\u{ac00}\u{b098}", "\u{20bb7}"];
+    const WORDS: &[&str] = &[
+        "the ", "Router ", "isn't ", "cache", " WARM", "ing, ", "e.g. ", "hello", "\u{2581}", "x ",
+    ];
+    const CODE: &[&str] = &[
+        "<", ">", "<|", "|>", "</", "{", "\"k\": ", "==", "!=", "[", "]", "\\n", "<s", "s>",
+        "0x1F", "//",
+    ];
+    const CJK: &[&str] = &[
+        "\u{4f60}\u{597d}",
+        "\u{4e16}\u{754c}",
+        "\u{3002}",
+        "\u{3053}\u{3093}",
+        "\u{ac00}\u{b098}",
+        "\u{20bb7}",
+    ];
     const EMOJI: &[&str] = &[
         "\u{1f600}",
         "\u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467}",
@@ -139,9 +178,12 @@ fn piece(random: &mut impl Rng, added: &[String], text: &mut String) {
         "\u{1100}\u{1161}\u{11a8}",
         "I\u{307}",
     ];
-    const CONTROL: &[&str] =
-        &["\0", "\u{1}", "\u{7f}", "\u{85}", "\u{feff}", "\u{200b}", "\u{fffd}", "\u{ad}", "\u{2028}"];
-    const SPACE: &[&str] = &[" ", "  ", "\n", "\n\n", "\t", "\r\n", "\u{a0}", "\u{3000}", "    "];
+    const CONTROL: &[&str] = &[
+        "\0", "\u{1}", "\u{7f}", "\u{85}", "\u{feff}", "\u{200b}", "\u{fffd}", "\u{ad}", "\u{2028}",
+    ];
+    const SPACE: &[&str] = &[
+        " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u{a0}", "\u{3000}", "    ",
+    ];
     const OTHER: &[&str] = &[
         "\u{645}\u{631}\u{62d}\u{628}\u{627} ",
         "\u{5e9}\u{5dc}",
@@ -196,18 +238,27 @@ fn conversation(random: &mut impl Rng, subject: &Subject) -> Vec<(Api, Value)> {
         let mut messages = vec![json!({"role": "system", "content": system})];
         let turn = |_| {
             messages.push(json!({"role": "user", "content": text(random, &subject.added, 500)}));
-            let request = json!({"messages": messages, "add_special_tokens": random.random_bool(0.2)});
-            messages.push(json!({"role": "assistant", "content": text(random, &subject.added, 500)}));
+            let request =
+                json!({"messages": messages, "add_special_tokens": random.random_bool(0.2)});
+            messages
+                .push(json!({"role": "assistant", "content": text(random, &subject.added, 500)}));
             (Api::ChatCompletions, request)
         };
         return (0..turns).map(turn).collect();
     }
-    let mut prompt = if random.random_bool(0.8) { system } else { String::new() };
+    let mut prompt = if random.random_bool(0.8) {
+        system
+    } else {
+        String::new()
+    };
     let turn = |_| {
         if random.random_bool(0.1) {
             prompt = changed(random, &prompt);
         }
-        for content in [text(random, &subject.added, 500), text(random, &subject.added, 200)] {
+        for content in [
+            text(random, &subject.added, 500),
+            text(random, &subject.added, 200),
+        ] {
             prompt.push_str(subject.added.choose(random).map_or("", String::as_str));
             prompt.push_str(&content);
         }
@@ -231,9 +282,14 @@ fn changed(random: &mut impl Rng, text: &str) -> String {
 
 /// Tokens and hashes of one prompt both ways.
 fn compare(random: &mut impl Rng, subject: &Subject, rendered: &Rendered<'_>, figures: &Figures) {
-    let tenant = ["", "a", "b"].choose(random).filter(|name| !name.is_empty()).map(|name| (*name).to_owned());
+    let tenant = ["", "a", "b"]
+        .choose(random)
+        .filter(|name| !name.is_empty())
+        .map(|name| (*name).to_owned());
     let plain = subject.encoder.tokenize(rendered);
-    let resumed = subject.encoder.tokenize_resuming(rendered, tenant.as_deref());
+    let resumed = subject
+        .encoder
+        .tokenize_resuming(rendered, tenant.as_deref());
     let (plain, resumed) = match (plain, resumed) {
         (Ok(plain), Ok(resumed)) => (plain, resumed),
         (plain, resumed) => {
@@ -243,23 +299,54 @@ fn compare(random: &mut impl Rng, subject: &Subject, rendered: &Rendered<'_>, fi
     };
     assert_eq!(plain.len(), resumed.len());
     let lora = random.random_bool(0.2).then(|| "adapter".to_owned());
-    let salt = Salt { lora, cache: tenant };
+    let salt = Salt {
+        lora,
+        cache: tenant,
+    };
     let block_size = BlockSize::new(*[1, 7, 16, 64, 1000].choose(random).unwrap()).unwrap();
-    let windows = if random.random_bool(0.3) { Windows::Eagle } else { Windows::Plain };
+    let windows = if random.random_bool(0.3) {
+        Windows::Eagle
+    } else {
+        Windows::Plain
+    };
     for (plain, resumed) in plain.iter().zip(&resumed) {
-        assert!(plain == &**resumed, "{}: other tokens for {:?}", subject.name, rendered.texts());
-        let hashes = BlockHashes::of_content(&Content { windows, ..Content::plain(plain, &salt) }, block_size);
-        assert_eq!(resumed.hashes(&salt, block_size, windows), hashes, "{}: {:?}", subject.name, rendered.texts());
+        assert!(
+            plain == &**resumed,
+            "{}: other tokens for {:?}",
+            subject.name,
+            rendered.texts()
+        );
+        let hashes = BlockHashes::of_content(
+            &Content {
+                windows,
+                ..Content::plain(plain, &salt)
+            },
+            block_size,
+        );
+        assert_eq!(
+            resumed.hashes(&salt, block_size, windows),
+            hashes,
+            "{}: {:?}",
+            subject.name,
+            rendered.texts()
+        );
         figures.blocks.fetch_add(hashes.len(), Ordering::Relaxed);
     }
     figures.prompts.fetch_add(1, Ordering::Relaxed);
-    figures.bytes.fetch_add(rendered.texts().iter().map(|text| text.len()).sum(), Ordering::Relaxed);
+    figures.bytes.fetch_add(
+        rendered.texts().iter().map(|text| text.len()).sum(),
+        Ordering::Relaxed,
+    );
 }
 
 fn converse(random: &mut impl Rng, subject: &Subject, figures: &Figures) {
     if random.random_bool(0.02) {
         // None, hardly any, a few prompts, enough.
-        subject.cache.resize(*[0, 3 << 10, 40 << 10, 400 << 10, 16 << 20, 16 << 20].choose(random).unwrap());
+        subject.cache.resize(
+            *[0, 3 << 10, 40 << 10, 400 << 10, 16 << 20, 16 << 20]
+                .choose(random)
+                .unwrap(),
+        );
     }
     for (api, request) in conversation(random, subject) {
         let request = openai::parse(api, &serde_json::to_vec(&request).unwrap()).unwrap();
@@ -273,15 +360,24 @@ fn converse(random: &mut impl Rng, subject: &Subject, figures: &Figures) {
 
 fn hold_against_each_other(name: &str, folder: &Path, ours: bool) {
     let subject = subject(name, folder, ours);
-    let wanted = std::env::var("WARMROUTE_FUZZ_CONVERSATIONS").ok().map(|count| count.parse::<usize>().unwrap());
+    let wanted = std::env::var("WARMROUTE_FUZZ_CONVERSATIONS")
+        .ok()
+        .map(|count| count.parse::<usize>().unwrap());
     let (figures, started) = (Figures::default(), Instant::now());
     let new: u64 = rand::random();
-    println!("{name}: {} added tokens, random seeds {SEED} and {new}", subject.added.len());
+    println!(
+        "{name}: {} added tokens, random seeds {SEED} and {new}",
+        subject.added.len()
+    );
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let (subject, figures) = (&subject, &figures);
             scope.spawn(move || {
-                let mut random = SmallRng::seed_from_u64(if thread == 0 { SEED } else { new.wrapping_add(thread) });
+                let mut random = SmallRng::seed_from_u64(if thread == 0 {
+                    SEED
+                } else {
+                    new.wrapping_add(thread)
+                });
                 let more = || match wanted {
                     Some(count) => figures.conversations.load(Ordering::Relaxed) < count,
                     None => started.elapsed() < SHARE,
@@ -294,9 +390,17 @@ fn hold_against_each_other(name: &str, folder: &Path, ours: bool) {
         }
     });
     let metrics = &subject.metrics;
-    let lookups = |outcome| metrics.prompt_cache_lookups.get_or_create(&OutcomeLabel { outcome }).get();
+    let lookups = |outcome| {
+        metrics
+            .prompt_cache_lookups
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
+    };
     let (hits, misses, uncut) = (lookups("hit"), lookups("miss"), lookups("uncut"));
-    let (resumed, all) = (metrics.prompt_cache_resumed_tokens.get(), metrics.prompt_cache_looked_up_tokens.get());
+    let (resumed, all) = (
+        metrics.prompt_cache_resumed_tokens.get(),
+        metrics.prompt_cache_looked_up_tokens.get(),
+    );
     println!(
         "{name}: {} conversations, {} prompts, {} MB, {} blocks: 0 differences; {hits} hits, {misses} misses, {uncut} uncut; \
          {resumed} of {all} tokens resumed, {} pieces evicted; {:.1?}",
@@ -308,13 +412,25 @@ fn hold_against_each_other(name: &str, folder: &Path, ours: bool) {
         started.elapsed(),
     );
     // Only what fails anyway may fail in pieces.
-    assert!(lookups("failed") as usize <= figures.failed.load(Ordering::Relaxed), "{name}: an edge was none");
-    assert!(hits > 0 && misses > 0 && resumed > 0, "{name}: nothing was resumed, so nothing was tested");
-    assert!(metrics.prompt_cache_evictions.get() > 0 || figures.conversations.load(Ordering::Relaxed) < 500, "{name}");
+    assert!(
+        lookups("failed") as usize <= figures.failed.load(Ordering::Relaxed),
+        "{name}: an edge was none"
+    );
+    assert!(
+        hits > 0 && misses > 0 && resumed > 0,
+        "{name}: nothing was resumed, so nothing was tested"
+    );
+    assert!(
+        metrics.prompt_cache_evictions.get() > 0
+            || figures.conversations.load(Ordering::Relaxed) < 500,
+        "{name}"
+    );
 }
 
 fn shipped(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("examples/models")
+        .join(name)
 }
 
 #[test]
@@ -333,7 +449,9 @@ fn tinyllama_resumes_with_the_tokens_it_makes_from_the_beginning() {
 fn awkward_tokenizers_resume_with_the_tokens_they_make_from_the_beginning() {
     for (name, tokenizer) in made::all() {
         let folder = tempfile::tempdir().unwrap();
-        tokenizer.save(folder.path().join("tokenizer.json"), false).unwrap();
+        tokenizer
+            .save(folder.path().join("tokenizer.json"), false)
+            .unwrap();
         hold_against_each_other(name, folder.path(), true);
     }
 }
@@ -348,8 +466,17 @@ fn a_prompt_of_nothing_but_edges_is_kept_within_the_limit() {
         for count in [100_000, 100_000, 100_001] {
             let request = json!({"prompt": "<|im_end|>".repeat(count)}).to_string();
             let request = openai::parse(Api::Completions, request.as_bytes()).unwrap();
-            compare(&mut random, &subject, &subject.encoder.render(&request).unwrap(), &figures);
-            assert!(subject.cache.bytes() > 0 && subject.cache.bytes() <= limit, "{}", subject.cache.bytes());
+            compare(
+                &mut random,
+                &subject,
+                &subject.encoder.render(&request).unwrap(),
+                &figures,
+            );
+            assert!(
+                subject.cache.bytes() > 0 && subject.cache.bytes() <= limit,
+                "{}",
+                subject.cache.bytes()
+            );
         }
     }
 }
@@ -357,12 +484,22 @@ fn a_prompt_of_nothing_but_edges_is_kept_within_the_limit() {
 #[test]
 #[ignore = "reads tokenizers that are not in the repository: WARMROUTE_TOKENIZERS says where"]
 fn other_tokenizers_resume_with_the_tokens_they_make_from_the_beginning() {
-    let folder = std::env::var("WARMROUTE_TOKENIZERS").expect("WARMROUTE_TOKENIZERS says where they are");
-    let mut folders: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    folders.retain(|folder| folder.join("tokenizer.json").is_file() || folder.join("tokenizer.json.gz").is_file());
+    let folder =
+        std::env::var("WARMROUTE_TOKENIZERS").expect("WARMROUTE_TOKENIZERS says where they are");
+    let mut folders: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    folders.retain(|folder| {
+        folder.join("tokenizer.json").is_file() || folder.join("tokenizer.json.gz").is_file()
+    });
     folders.sort();
     assert!(!folders.is_empty(), "there are none");
     for folder in folders {
-        hold_against_each_other(folder.file_name().unwrap().to_str().unwrap(), &folder, false);
+        hold_against_each_other(
+            folder.file_name().unwrap().to_str().unwrap(),
+            &folder,
+            false,
+        );
     }
 }

@@ -39,10 +39,20 @@ pub(super) fn measure(run: &mut Run) {
         let names = ["cold", "warm"].map(|state| format!("whole decision, {name}, {state}"));
         if names.iter().any(|name| run.wants(name)) {
             let mut pair = Pair::new();
-            let rounds: Vec<_> = (0..=run.rounds).map(|chat| pair.round(chat, (count, bytes))).collect();
+            let rounds: Vec<_> = (0..=run.rounds)
+                .map(|chat| pair.round(chat, (count, bytes)))
+                .collect();
             let column = |of: fn(&Round) -> f64| rounds[1..].iter().map(of).collect::<Vec<_>>();
-            run.enter((&names[0], "us", Some(1.15)), &column(|round| round.cold.0), &column(|round| round.cold.1));
-            run.enter((&names[1], "us", Some(1.15)), &column(|round| round.warm.0), &column(|round| round.warm.1));
+            run.enter(
+                (&names[0], "us", Some(1.15)),
+                &column(|round| round.cold.0),
+                &column(|round| round.cold.1),
+            );
+            run.enter(
+                (&names[1], "us", Some(1.15)),
+                &column(|round| round.warm.0),
+                &column(|round| round.warm.1),
+            );
         }
     }
 }
@@ -63,7 +73,11 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
-        Self { bed: Bed::new(encoder(1 << 30), RANKS), library: fast_library(), known: HashMap::new() }
+        Self {
+            bed: Bed::new(encoder(1 << 30), RANKS),
+            library: fast_library(),
+            known: HashMap::new(),
+        }
     }
 
     /// A chat that nobody has seen, and then its next turn.
@@ -87,13 +101,23 @@ impl Pair {
         let mut least = None;
         let json = cpu(|| least = serde_json::from_slice::<Least<'_>>(body).ok());
         let least = least.expect("a chat");
-        let said = || least.messages.iter().map(|message| (message.role, &*message.content));
+        let said = || {
+            least
+                .messages
+                .iter()
+                .map(|message| (message.role, &*message.content))
+        };
         let mut text = String::new();
         let template = cpu(|| text = by_hand(said(), body.len()));
         let mut tokens = Vec::new();
         let tokenizer = cpu(|| tokens = self.tokens(&text));
-        assert_eq!(BlockHashes::of(&tokens, BLOCK, &Salt::default()), *hashes, "the stages make the same prompt");
-        let hash = cpu(|| BlockHashes::of(&tokens[known * BLOCK.tokens()..], BLOCK, &Salt::default()));
+        assert_eq!(
+            BlockHashes::of(&tokens, BLOCK, &Salt::default()),
+            *hashes,
+            "the stages make the same prompt"
+        );
+        let hash =
+            cpu(|| BlockHashes::of(&tokens[known * BLOCK.tokens()..], BLOCK, &Salt::default()));
         let mut booked = None;
         let route = cpu(|| booked = Some(self.bed.route(hashes)));
         drop(booked);

@@ -33,7 +33,13 @@ pub(super) fn measure(rounds: usize, path: &Path) -> anyhow::Result<()> {
     by_length(&mut points, rounds);
     by_ranks(&mut points, rounds);
     by_flight(&mut points, rounds);
-    for Point { curve, series, x, y } in &points {
+    for Point {
+        curve,
+        series,
+        x,
+        y,
+    } in &points
+    {
         println!("{curve:<24} {series:<6} {x:>10.0} {y:>12.1} us");
     }
     Ok(duel::write_json(&points, path)?)
@@ -49,14 +55,20 @@ fn by_length(points: &mut Vec<Point>, rounds: usize) {
             chat += 1;
             let messages = chats::messages(chat, messages, MESSAGE);
             for (upto, times) in [(messages.len() - 2, &mut cold), (messages.len(), &mut warm)] {
-                let (took, hashes, _booked) = bed.decide(&Bytes::from(chats::body(&messages[..upto])));
+                let (took, hashes, _booked) =
+                    bed.decide(&Bytes::from(chats::body(&messages[..upto])));
                 times.push(took);
                 tokens = hashes.tokens();
                 bed.store(chat % 64, &hashes);
             }
         }
         for (series, times) in [("cold", &cold), ("warm", &warm)] {
-            points.push(Point { curve: "prompt tokens", series, x: tokens as f64, y: duel::median(times) });
+            points.push(Point {
+                curve: "prompt tokens",
+                series,
+                x: tokens as f64,
+                y: duel::median(times),
+            });
         }
     }
 }
@@ -66,7 +78,12 @@ fn by_ranks(points: &mut Vec<Point>, rounds: usize) {
     for ranks in [4_u32, 16, 64, 256, 1024, 4096] {
         let mut bed = Bed::new(chats::encoder(1 << 30), ranks);
         let times = turns(&mut bed, ranks, rounds);
-        points.push(Point { curve: "ranks", series: "warm", x: f64::from(ranks), y: duel::median(&times) });
+        points.push(Point {
+            curve: "ranks",
+            series: "warm",
+            x: f64::from(ranks),
+            y: duel::median(&times),
+        });
     }
 }
 
@@ -75,9 +92,21 @@ fn by_flight(points: &mut Vec<Point>, rounds: usize) {
     for flight in [1_u32, 10, 100, 1000, 10_000] {
         let mut bed = Bed::new(chats::encoder(1 << 30), 64);
         let others: Vec<_> = (0..100)
-            .map(|other| bed.decide(&Bytes::from(chats::body(&chats::messages(1000 + other, 4, MESSAGE)))).1)
+            .map(|other| {
+                bed.decide(&Bytes::from(chats::body(&chats::messages(
+                    1000 + other,
+                    4,
+                    MESSAGE,
+                ))))
+                .1
+            })
             .collect();
-        let held: Vec<_> = others.iter().cycle().take(flight as usize).map(|hashes| bed.route(hashes)).collect();
+        let held: Vec<_> = others
+            .iter()
+            .cycle()
+            .take(flight as usize)
+            .map(|hashes| bed.route(hashes))
+            .collect();
         let times = turns(&mut bed, 64, rounds);
         drop(held);
         points.push(Point {
@@ -93,7 +122,9 @@ fn by_flight(points: &mut Vec<Point>, rounds: usize) {
 fn turns(bed: &mut Bed, ranks: u32, rounds: usize) -> Vec<f64> {
     let turn = |chat: usize| {
         let messages = chats::messages(chat, MESSAGES, MESSAGE);
-        let before = bed.decide(&Bytes::from(chats::body(&messages[..MESSAGES - 2]))).1;
+        let before = bed
+            .decide(&Bytes::from(chats::body(&messages[..MESSAGES - 2])))
+            .1;
         bed.store(chat % ranks as usize, &before);
         bed.decide(&Bytes::from(chats::body(&messages))).0
     };

@@ -38,23 +38,34 @@ pub(super) fn measure(run: &mut Run) {
 
 /// All texts of this repository, cut to documents of one length, no two alike, prose and code in turns.
 fn documents() -> Vec<String> {
-    let (mut files, mut folders) = (Vec::new(), vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()]);
+    let (mut files, mut folders) = (
+        Vec::new(),
+        vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()],
+    );
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).expect("the repository").flatten() {
             let path = entry.path();
             let name = entry.file_name();
             if path.is_dir() && !name.to_string_lossy().starts_with(['.', 't']) {
                 folders.push(path);
-            } else if path
-                .extension()
-                .is_some_and(|kind| ["rs", "md", "yaml", "json", "py"].iter().any(|of| kind == *of))
-            {
+            } else if path.extension().is_some_and(|kind| {
+                ["rs", "md", "yaml", "json", "py"]
+                    .iter()
+                    .any(|of| kind == *of)
+            }) {
                 files.push(path);
             }
         }
     }
-    files.sort_by_key(|path| path.metadata().map(|about| about.len() % 9973).unwrap_or_default());
-    let all: String = files.iter().filter_map(|path| std::fs::read_to_string(path).ok()).collect();
+    files.sort_by_key(|path| {
+        path.metadata()
+            .map(|about| about.len() % 9973)
+            .unwrap_or_default()
+    });
+    let all: String = files
+        .iter()
+        .filter_map(|path| std::fs::read_to_string(path).ok())
+        .collect();
     let mut rest = all.as_str();
     let mut documents = Vec::new();
     while rest.len() > DOCUMENT {
@@ -74,13 +85,23 @@ fn completion(text: &str) -> Request {
 fn tokenize(encoder: &Encoder, request: &Request, apart: Option<&str>) -> (f64, Tokens) {
     let rendered = encoder.render(request).expect("the template takes it");
     let mut tokens = Vec::new();
-    let took = cpu(|| tokens = encoder.tokenize_resuming(&rendered, apart).expect("its tokens"));
+    let took = cpu(|| {
+        tokens = encoder
+            .tokenize_resuming(&rendered, apart)
+            .expect("its tokens")
+    });
     (took / 1e3, tokens.remove(0))
 }
 
 fn library_tokenizes(library: &Tokenizer, text: &str) -> (f64, Vec<u32>) {
     let mut tokens = Vec::new();
-    let took = cpu(|| tokens = library.encode_fast(text, false).expect("its tokens").get_ids().to_vec());
+    let took = cpu(|| {
+        tokens = library
+            .encode_fast(text, false)
+            .expect("its tokens")
+            .get_ids()
+            .to_vec()
+    });
     (took / 1e3, tokens)
 }
 
@@ -126,7 +147,11 @@ fn just_loaded(run: &mut Run, documents: &[String], library: &Tokenizer) {
 
 fn chat(texts: &[&str]) -> Request {
     let message = |(number, text): (usize, &&str)| -> Value {
-        let role = if number.is_multiple_of(2) { "user" } else { "assistant" };
+        let role = if number.is_multiple_of(2) {
+            "user"
+        } else {
+            "assistant"
+        };
         json!({"role": role, "content": text})
     };
     let messages: Vec<Value> = texts.iter().enumerate().map(message).collect();
@@ -140,7 +165,11 @@ fn next_turn(run: &mut Run, documents: &[String]) {
     let rows = [
         ("tokenise, one new message in a chat of 50", 1, false),
         ("tokenise, two new messages in a chat of 50", 2, false),
-        ("tokenise and hash, one new message in a chat of 50", 1, true),
+        (
+            "tokenise and hash, one new message in a chat of 50",
+            1,
+            true,
+        ),
     ];
     for (name, new, hashing) in rows {
         let absolute = format!("{name}, beside {TURN} us");
@@ -150,7 +179,8 @@ fn next_turn(run: &mut Run, documents: &[String]) {
         let encoder = encoder(1 << 30);
         let timed = |request: &Request, apart: &str| {
             let (took, tokens) = tokenize(&encoder, request, Some(apart));
-            let hash = cpu(|| hashing.then(|| tokens.hashes(&Salt::default(), BLOCK, Windows::Plain)));
+            let hash =
+                cpu(|| hashing.then(|| tokens.hashes(&Salt::default(), BLOCK, Windows::Plain)));
             (took + hash / 1e3, tokens)
         };
         let (mut cold, mut warm) = (Vec::new(), Vec::new());
@@ -180,8 +210,14 @@ fn next_turn(run: &mut Run, documents: &[String]) {
 
 /// The vocabulary as the linear byte pair encoding of the `bpe` crate has it.
 fn linear(library: &Tokenizer) -> BytePairEncoding {
-    let ModelWrapper::BPE(model) = library.get_model() else { panic!("it is a byte pair encoding") };
-    let mut tokens: Vec<(u32, String)> = model.get_vocab().into_iter().map(|(token, id)| (id, token)).collect();
+    let ModelWrapper::BPE(model) = library.get_model() else {
+        panic!("it is a byte pair encoding")
+    };
+    let mut tokens: Vec<(u32, String)> = model
+        .get_vocab()
+        .into_iter()
+        .map(|(token, id)| (id, token))
+        .collect();
     tokens.sort_unstable();
     let written = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let moved: Vec<u8> = (0..=u8::MAX).filter(|byte| !written(byte)).collect();
@@ -189,7 +225,10 @@ fn linear(library: &Tokenizer) -> BytePairEncoding {
         code @ 0x100.. => moved[code as usize - 0x100],
         code => code as u8,
     };
-    let tokens: Vec<Vec<u8>> = tokens.iter().map(|(_, token)| token.chars().map(byte).collect()).collect();
+    let tokens: Vec<Vec<u8>> = tokens
+        .iter()
+        .map(|(_, token)| token.chars().map(byte).collect())
+        .collect();
     let factor = find_hash_factor_for_dictionary(tokens.iter().cloned());
     BytePairEncoding::from_dictionary(tokens, Some(factor))
 }
@@ -197,10 +236,16 @@ fn linear(library: &Tokenizer) -> BytePairEncoding {
 fn hostile(run: &mut Run) {
     let mut dice = StdRng::seed_from_u64(7);
     let mut of = |letters: &[u8]| -> String {
-        (0..WORD).map(|_| char::from(letters[dice.random_range(0..letters.len())])).collect()
+        (0..WORD)
+            .map(|_| char::from(letters[dice.random_range(0..letters.len())]))
+            .collect()
     };
     let lower: Vec<u8> = (b'a'..=b'z').collect();
-    let base64: Vec<u8> = (b'a'..=b'z').chain(b'A'..=b'Z').chain(b'0'..=b'9').chain(*b"+/").collect();
+    let base64: Vec<u8> = (b'a'..=b'z')
+        .chain(b'A'..=b'Z')
+        .chain(b'0'..=b'9')
+        .chain(*b"+/")
+        .collect();
     let (letters, base64) = (of(&lower), of(&base64));
     let bytes: Vec<u8> = (0..WORD).map(|_| dice.random()).collect();
     let texts = [
@@ -212,7 +257,10 @@ fn hostile(run: &mut Run) {
         ("symbols", "Ⓐ!".repeat(WORD / 4)),
         ("letters with marks", "e\u{301}".repeat(WORD / 3)),
     ];
-    if texts.iter().all(|(name, _)| !run.wants(&hostile_name(name)) && !run.wants(&worst_name(name))) {
+    if texts
+        .iter()
+        .all(|(name, _)| !run.wants(&hostile_name(name)) && !run.wants(&worst_name(name)))
+    {
         return;
     }
     let (encoder, linear) = (encoder(1 << 28), linear(&library()));

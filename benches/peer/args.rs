@@ -36,7 +36,9 @@ impl Args {
 
     /// Whether a measure of this name is asked for.
     pub fn wants(&self, measure: &str) -> bool {
-        self.only.as_deref().is_none_or(|only| measure.contains(only))
+        self.only
+            .as_deref()
+            .is_none_or(|only| measure.contains(only))
     }
 
     /// Whether any of some measures is.

@@ -33,7 +33,11 @@ fn main() -> anyhow::Result<()> {
         requests.truncate(requests.len() / 8);
     }
     let blocks: usize = requests.iter().map(|request| request.prompt.len()).sum();
-    eprintln!("{} requests, {} blocks each on average", requests.len(), blocks / requests.len().max(1));
+    eprintln!(
+        "{} requests, {} blocks each on average",
+        requests.len(),
+        blocks / requests.len().max(1)
+    );
     let bench = Bench { args, requests };
     let mut table = duel::Table::default();
     rows::hash::run(&bench, &mut table);
@@ -44,7 +48,11 @@ fn main() -> anyhow::Result<()> {
     rows::booking::run(&bench, &mut table);
     table.print("peer");
     let goals = table.rows().iter().filter(|row| row.goal.is_some());
-    println!("{} of {} goals met", goals.clone().filter(|row| row.met).count(), goals.count());
+    println!(
+        "{} of {} goals met",
+        goals.clone().filter(|row| row.met).count(),
+        goals.count()
+    );
     if let Some(path) = &bench.args.json {
         table.write_json(path)?;
     }

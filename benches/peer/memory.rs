@@ -48,7 +48,11 @@ unsafe impl GlobalAlloc for Counted {
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        note(taken(size) - taken(layout.size()), 1, size.saturating_sub(layout.size()));
+        note(
+            taken(size) - taken(layout.size()),
+            1,
+            size.saturating_sub(layout.size()),
+        );
         // SAFETY: as the caller promised.
         unsafe { System.realloc(at, layout, size) }
     }
@@ -75,7 +79,11 @@ pub fn held<T>(build: impl FnOnce() -> T) -> f64 {
     while !gone() && Instant::now() < deadline {
         std::thread::yield_now();
     }
-    assert!(gone(), "{} of {held} bytes are left after it was dropped", LIVE.load(Relaxed) - before);
+    assert!(
+        gone(),
+        "{} of {held} bytes are left after it was dropped",
+        LIVE.load(Relaxed) - before
+    );
     COUNTING.store(false, Relaxed);
     held as f64
 }
@@ -86,5 +94,8 @@ pub fn asked(work: impl FnOnce()) -> Asked {
     COUNTING.store(true, Relaxed);
     work();
     COUNTING.store(false, Relaxed);
-    Asked { calls: CALLS.load(Relaxed) - calls, bytes: BYTES.load(Relaxed) - bytes }
+    Asked {
+        calls: CALLS.load(Relaxed) - calls,
+        bytes: BYTES.load(Relaxed) - bytes,
+    }
 }

@@ -36,15 +36,25 @@ impl Peer {
         let tree = Arc::new(ConcurrentRadixTreeCompressed::new());
         let (tasks, receiver) = flume::unbounded();
         let worker = tree.clone();
-        let run = move || worker.worker(receiver, None).expect("its loop ends when it is told to");
-        Self { tree, tasks, thread: Some(std::thread::spawn(run)) }
+        let run = move || {
+            worker
+                .worker(receiver, None)
+                .expect("its loop ends when it is told to")
+        };
+        Self {
+            tree,
+            tasks,
+            thread: Some(std::thread::spawn(run)),
+        }
     }
 
     /// Applies events; nanoseconds of its thread.
     pub fn apply(&self, events: Vec<RouterEvent>) -> f64 {
         let (gate, closed) = mpsc::channel();
         let start = self.mark(Some(closed));
-        events.into_iter().for_each(|event| self.send(WorkerTask::Event(event)));
+        events
+            .into_iter()
+            .for_each(|event| self.send(WorkerTask::Event(event)));
         let end = self.mark(None);
         gate.send(()).expect("the thread waits for this");
         let start = start.passed();
@@ -56,11 +66,17 @@ impl Peer {
     fn mark(&self, gate: Option<mpsc::Receiver<()>>) -> Passed {
         let (passed, told) = mpsc::channel();
         let (sender, mut acknowledged) = oneshot::channel();
-        let waker = Waker::from(Arc::new(Mark { passed, gate: Mutex::new(gate) }));
+        let waker = Waker::from(Arc::new(Mark {
+            passed,
+            gate: Mutex::new(gate),
+        }));
         let first = Pin::new(&mut acknowledged).poll(&mut Context::from_waker(&waker));
         assert!(matches!(first, Poll::Pending), "nobody has answered yet");
         self.send(WorkerTask::Flush(sender));
-        Passed { told, _acknowledged: acknowledged }
+        Passed {
+            told,
+            _acknowledged: acknowledged,
+        }
     }
 
     fn send(&self, task: WorkerTask) {
@@ -71,7 +87,10 @@ impl Peer {
 impl Drop for Peer {
     fn drop(&mut self) {
         self.send(WorkerTask::Terminate);
-        self.thread.take().into_iter().for_each(|thread| thread.join().expect("its thread ends well"));
+        self.thread
+            .take()
+            .into_iter()
+            .for_each(|thread| thread.join().expect("its thread ends well"));
     }
 }
 
@@ -126,7 +145,12 @@ impl Ours {
             }
             thread_cpu() - start
         };
-        std::thread::scope(|scope| scope.spawn(apply).join().expect("our writer does not panic"))
+        std::thread::scope(|scope| {
+            scope
+                .spawn(apply)
+                .join()
+                .expect("our writer does not panic")
+        })
     }
 }
 
@@ -138,20 +162,37 @@ pub fn peer_events(events: &[Event]) -> Vec<RouterEvent> {
             Change::Stored { parent, blocks } => KvCacheEventData::Stored(KvCacheStoreData {
                 parent_hash: parent.map(|parent| ExternalSequenceBlockHash(parent.0)),
                 start_position: None,
-                blocks: blocks.iter().map(|(local, sequence)| stored(local.0, sequence.0)).collect(),
+                blocks: blocks
+                    .iter()
+                    .map(|(local, sequence)| stored(local.0, sequence.0))
+                    .collect(),
             }),
             Change::Removed(blocks) => KvCacheEventData::Removed(KvCacheRemoveData {
-                block_hashes: blocks.iter().map(|block| ExternalSequenceBlockHash(block.0)).collect(),
+                block_hashes: blocks
+                    .iter()
+                    .map(|block| ExternalSequenceBlockHash(block.0))
+                    .collect(),
             }),
         };
-        RouterEvent::new(u64::from(event.rank), KvCacheEvent { event_id: number as u64, data, dp_rank: 0 })
+        RouterEvent::new(
+            u64::from(event.rank),
+            KvCacheEvent {
+                event_id: number as u64,
+                data,
+                dp_rank: 0,
+            },
+        )
     };
     numbered.map(event).collect()
 }
 
 fn stored(local: u64, sequence: u64) -> KvCacheStoredBlockData {
     let block_hash = ExternalSequenceBlockHash(sequence);
-    KvCacheStoredBlockData { block_hash, tokens_hash: LocalBlockHash(local), mm_extra_info: None }
+    KvCacheStoredBlockData {
+        block_hash,
+        tokens_hash: LocalBlockHash(local),
+        mm_extra_info: None,
+    }
 }
 
 /// Events as we read them.
@@ -162,7 +203,10 @@ pub fn our_events(events: &[Event]) -> Vec<(u32, KvEvent)> {
                 parent: parent.map(|parent| EngineHash(parent.0)),
                 blocks: blocks
                     .iter()
-                    .map(|&(local, sequence)| StoredBlock { engine: EngineHash(sequence.0), local })
+                    .map(|&(local, sequence)| StoredBlock {
+                        engine: EngineHash(sequence.0),
+                        local,
+                    })
                     .collect(),
                 tier: Tier::Device,
             },
@@ -178,14 +222,26 @@ pub fn our_events(events: &[Event]) -> Vec<(u32, KvEvent)> {
 
 /// A prompt as the peer asks for it.
 pub fn peer_prompt(prompt: &BlockHashes) -> Vec<LocalBlockHash> {
-    prompt.locals().iter().map(|local| LocalBlockHash(local.0)).collect()
+    prompt
+        .locals()
+        .iter()
+        .map(|local| LocalBlockHash(local.0))
+        .collect()
 }
 
 /// Both sides must have found the same, on every rank.
 pub fn assert_equal(what: &str, theirs: &OverlapScores, ours: &Overlaps) {
-    assert_eq!(theirs.scores.len(), ours.iter().count(), "{what}: ranks that hold something");
+    assert_eq!(
+        theirs.scores.len(),
+        ours.iter().count(),
+        "{what}: ranks that hold something"
+    );
     for (worker, &blocks) in &theirs.scores {
         let mine = ours.get(Slot(worker.worker_id as u32));
-        assert_eq!(blocks, mine.device, "{what}: leading blocks on rank {}", worker.worker_id);
+        assert_eq!(
+            blocks, mine.device,
+            "{what}: leading blocks on rank {}",
+            worker.worker_id
+        );
     }
 }

@@ -39,9 +39,19 @@ struct Line {
 pub fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let gzipped = path.extension().is_some_and(|extension| extension == "gz");
-    let reader: Box<dyn Read> = if gzipped { Box::new(GzDecoder::new(file)) } else { Box::new(file) };
+    let reader: Box<dyn Read> = if gzipped {
+        Box::new(GzDecoder::new(file))
+    } else {
+        Box::new(file)
+    };
     let lines = BufReader::new(reader).lines();
-    lines.map(|line| Ok(request(&serde_json::from_str(&line?).context("not a line of a trace")?))).collect()
+    lines
+        .map(|line| {
+            Ok(request(
+                &serde_json::from_str(&line?).context("not a line of a trace")?,
+            ))
+        })
+        .collect()
 }
 
 /// Conversations that were made up: some share a system prompt, and every turn repeats all before it.
@@ -67,9 +77,19 @@ pub fn synthetic() -> Vec<Request> {
 
 fn request(line: &Line) -> Request {
     let blocks = (line.input_length / BLOCK.tokens()).min(line.hash_ids.len() * PER_ID);
-    let expanded = line.hash_ids.iter().flat_map(|id| (0..PER_ID as u64).map(move |part| id * PER_ID as u64 + part));
-    let locals = expanded.take(blocks).map(|number| LocalHash(mix(number))).collect();
-    Request { at: line.timestamp, prompt: hashes(locals), output: line.output_length }
+    let expanded = line
+        .hash_ids
+        .iter()
+        .flat_map(|id| (0..PER_ID as u64).map(move |part| id * PER_ID as u64 + part));
+    let locals = expanded
+        .take(blocks)
+        .map(|number| LocalHash(mix(number)))
+        .collect();
+    Request {
+        at: line.timestamp,
+        prompt: hashes(locals),
+        output: line.output_length,
+    }
 }
 
 /// The hashes of a prompt of these blocks.

@@ -33,7 +33,10 @@ pub struct Event {
 
 #[derive(Clone, Debug)]
 pub enum Change {
-    Stored { parent: Option<SequenceHash>, blocks: Vec<(LocalHash, SequenceHash)> },
+    Stored {
+        parent: Option<SequenceHash>,
+        blocks: Vec<(LocalHash, SequenceHash)>,
+    },
     Removed(Vec<SequenceHash>),
 }
 
@@ -55,7 +58,10 @@ pub fn blocks(events: &[Event]) -> usize {
 /// Where each request goes.
 pub fn places(requests: &[Request], ranks: u32) -> Vec<u32> {
     let mut fleet = Placing::new(ranks);
-    requests.iter().map(|request| fleet.place(request).0).collect()
+    requests
+        .iter()
+        .map(|request| fleet.place(request).0)
+        .collect()
 }
 
 /// Serves all requests. Says what the ranks tell: of the prompts, and of the answers.
@@ -65,10 +71,16 @@ pub fn unbounded(requests: &[Request], ranks: u32) -> (Vec<Event>, Vec<Event>) {
     for (number, request) in requests.iter().enumerate() {
         let (rank, cached) = fleet.place(request);
         store(request, rank, cached, &mut stored);
-        decoded.extend(Decoding::of(number, request, rank).map(|(at, block, event)| (at, number, block, event)));
+        decoded.extend(
+            Decoding::of(number, request, rank)
+                .map(|(at, block, event)| (at, number, block, event)),
+        );
     }
     decoded.sort_by_key(|(at, number, block, _)| (*at, *number, *block));
-    (stored, decoded.into_iter().map(|(.., event)| event).collect())
+    (
+        stored,
+        decoded.into_iter().map(|(.., event)| event).collect(),
+    )
 }
 
 /// Serves all requests on ranks that have so much room. Says all they tell.
@@ -95,7 +107,10 @@ fn store(request: &Request, rank: u32, cached: usize, into: &mut Vec<Event>) {
         let run = start..locals.len().min(start + RUN);
         let blocks = run.map(|at| (locals[at], sequences[at])).collect();
         let parent = start.checked_sub(1).map(|before| sequences[before]);
-        into.push(Event { rank, change: Change::Stored { parent, blocks } });
+        into.push(Event {
+            rank,
+            change: Change::Stored { parent, blocks },
+        });
     }
 }
 
@@ -109,7 +124,11 @@ struct Placing {
 impl Placing {
     fn new(ranks: u32) -> Self {
         assert!(ranks <= 64, "holders are a bit each");
-        Self { holders: HashMap::new(), load: vec![0.0; ranks as usize], now: 0 }
+        Self {
+            holders: HashMap::new(),
+            load: vec![0.0; ranks as usize],
+            now: 0,
+        }
     }
 
     /// Where a request goes, and how many of its leading blocks are there.
@@ -130,10 +149,14 @@ impl Placing {
         }
         mark(still, sequences.len(), &mut cached);
         let cost = |rank: usize| (sequences.len() - cached[rank]) as f64 + self.load[rank];
-        let rank = (0..cached.len()).min_by(|a, b| cost(*a).total_cmp(&cost(*b))).unwrap_or(0);
+        let rank = (0..cached.len())
+            .min_by(|a, b| cost(*a).total_cmp(&cost(*b)))
+            .unwrap_or(0);
         self.load[rank] += (sequences.len() - cached[rank]) as f64;
         let bit = 1 << rank;
-        sequences[cached[rank]..].iter().for_each(|sequence| *self.holders.entry(*sequence).or_default() |= bit);
+        sequences[cached[rank]..]
+            .iter()
+            .for_each(|sequence| *self.holders.entry(*sequence).or_default() |= bit);
         (rank as u32, cached[rank])
     }
 
@@ -165,7 +188,14 @@ struct Decoding {
 impl Decoding {
     fn of(number: usize, request: &Request, rank: u32) -> Self {
         let parent = request.prompt.sequences().last().copied();
-        Self { rank, number, start: request.at, blocks: request.output / 16, next: 0, parent }
+        Self {
+            rank,
+            number,
+            start: request.at,
+            blocks: request.output / 16,
+            next: 0,
+            parent,
+        }
     }
 }
 
@@ -179,10 +209,22 @@ impl Iterator for Decoding {
         let block = self.next;
         self.next += 1;
         let local = LocalHash(mix(mix(self.number as u64 | 1 << 40).wrapping_add(block)));
-        let sequence = self.parent.map_or_else(|| SequenceHash::root(local), |parent| parent.then(local));
-        let change = Change::Stored { parent: self.parent, blocks: vec![(local, sequence)] };
+        let sequence = self
+            .parent
+            .map_or_else(|| SequenceHash::root(local), |parent| parent.then(local));
+        let change = Change::Stored {
+            parent: self.parent,
+            blocks: vec![(local, sequence)],
+        };
         self.parent = Some(sequence);
-        Some((self.start + self.next * 16 * TOKEN, block, Event { rank: self.rank, change }))
+        Some((
+            self.start + self.next * 16 * TOKEN,
+            block,
+            Event {
+                rank: self.rank,
+                change,
+            },
+        ))
     }
 }
 
@@ -213,8 +255,12 @@ impl Serving {
                 self.due.insert((at, number));
                 return;
             }
-            let Some(mut answer) = self.answers.remove(&number) else { continue };
-            let Some((_, _, event)) = answer.next() else { continue };
+            let Some(mut answer) = self.answers.remove(&number) else {
+                continue;
+            };
+            let Some((_, _, event)) = answer.next() else {
+                continue;
+            };
             if self.admit(at, event) {
                 self.wait(number, answer);
             }
@@ -230,13 +276,22 @@ impl Serving {
 
     /// Makes room for a run and stores it; false if what it follows is gone.
     fn admit(&mut self, at: u64, event: Event) -> bool {
-        let Change::Stored { parent, blocks } = &event.change else { return false };
+        let Change::Stored { parent, blocks } = &event.change else {
+            return false;
+        };
         let cache = &mut self.caches[event.rank as usize];
-        let Some(depth) = cache.follow(at, *parent) else { return false };
+        let Some(depth) = cache.follow(at, *parent) else {
+            return false;
+        };
         let evicted = cache.make_room(blocks.len(), *parent);
-        evicted.iter().for_each(|name| self.placing.evicted(event.rank, *name));
+        evicted
+            .iter()
+            .for_each(|name| self.placing.evicted(event.rank, *name));
         if !evicted.is_empty() {
-            self.events.push(Event { rank: event.rank, change: Change::Removed(evicted) });
+            self.events.push(Event {
+                rank: event.rank,
+                change: Change::Removed(evicted),
+            });
         }
         if !cache.has_room(blocks.len()) {
             return false;
@@ -272,12 +327,18 @@ impl Cached {
 
 impl Cache {
     fn new(capacity: usize) -> Self {
-        Self { capacity, blocks: HashMap::new(), ends: BTreeSet::new() }
+        Self {
+            capacity,
+            blocks: HashMap::new(),
+            ends: BTreeSet::new(),
+        }
     }
 
     /// Marks the first blocks of a prompt as used now.
     fn touch(&mut self, at: u64, sequences: &[SequenceHash], cached: usize) {
-        sequences[..cached].iter().for_each(|&name| _ = self.follow(at, Some(name)));
+        sequences[..cached]
+            .iter()
+            .for_each(|&name| _ = self.follow(at, Some(name)));
     }
 
     /// Marks a block as used now. Says at which depth what follows it lies; nothing if it is gone.
@@ -300,7 +361,9 @@ impl Cache {
     fn make_room(&mut self, blocks: usize, parent: Option<SequenceHash>) -> Vec<SequenceHash> {
         let mut evicted = Vec::new();
         while !self.has_room(blocks) {
-            let Some(end) = self.ends.pop_first() else { break };
+            let Some(end) = self.ends.pop_first() else {
+                break;
+            };
             if Some(end.2) == parent {
                 self.ends.insert(end);
                 break;
@@ -311,14 +374,30 @@ impl Cache {
         evicted
     }
 
-    fn store(&mut self, at: u64, parent: Option<SequenceHash>, depth: usize, blocks: &[(LocalHash, SequenceHash)]) {
+    fn store(
+        &mut self,
+        at: u64,
+        parent: Option<SequenceHash>,
+        depth: usize,
+        blocks: &[(LocalHash, SequenceHash)],
+    ) {
         let mut before = parent;
         for (offset, &(_, name)) in blocks.iter().enumerate() {
-            if let Some((name, found)) = before.and_then(|name| Some((name, self.blocks.get_mut(&name)?))) {
+            if let Some((name, found)) =
+                before.and_then(|name| Some((name, self.blocks.get_mut(&name)?)))
+            {
                 self.ends.remove(&found.end(name));
                 found.children += 1;
             }
-            self.blocks.insert(name, Cached { parent: before, depth: depth + offset, used: at, children: 0 });
+            self.blocks.insert(
+                name,
+                Cached {
+                    parent: before,
+                    depth: depth + offset,
+                    used: at,
+                    children: 0,
+                },
+            );
             self.ends.insert(self.blocks[&name].end(name));
             before = Some(name);
         }
@@ -326,8 +405,12 @@ impl Cache {
 
     /// Takes an end out; what it followed may be one now.
     fn remove(&mut self, name: SequenceHash) {
-        let Some(parent) = self.blocks.remove(&name).and_then(|gone| gone.parent) else { return };
-        let Some(found) = self.blocks.get_mut(&parent) else { return };
+        let Some(parent) = self.blocks.remove(&name).and_then(|gone| gone.parent) else {
+            return;
+        };
+        let Some(found) = self.blocks.get_mut(&parent) else {
+            return;
+        };
         found.children -= 1;
         if found.children == 0 {
             self.ends.insert(found.end(parent));

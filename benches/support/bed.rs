@@ -52,7 +52,11 @@ impl Bed {
             rewrites: warmroute::intake::Rewrites::default(),
             rewrite_headers: Vec::new(),
             cluster: Default::default(),
-            limits: Limits { inline: usize::MAX, queue: 1, deadline: Duration::from_secs(10) },
+            limits: Limits {
+                inline: usize::MAX,
+                queue: 1,
+                deadline: Duration::from_secs(10),
+            },
             tracking: TrackingHash::Public,
             sessions: None,
             shared: None,
@@ -63,22 +67,39 @@ impl Bed {
         let router = Router::new(index.clone(), load.clone(), RouterSettings::default(), 7);
         let worker = |id: u32| {
             let [_, a, b, c] = id.to_be_bytes();
-            Worker::new(WorkerId(u64::from(id)), Endpoint(([10, a, b, c], 8000).into()), "m".into(), BLOCK)
+            Worker::new(
+                WorkerId(u64::from(id)),
+                Endpoint(([10, a, b, c], 8000).into()),
+                "m".into(),
+                BLOCK,
+            )
         };
         let change = Fleet::empty().reconcile((0..workers).map(worker).collect());
-        change.added.iter().for_each(|member| load.open(member.slot, member.rank));
+        change
+            .added
+            .iter()
+            .for_each(|member| load.open(member.slot, member.rank));
         router.publish(change.fleet.into());
         let writers = (0..workers).map(|slot| index.join(Slot(slot))).collect();
-        Self { intake, router, writers }
+        Self {
+            intake,
+            router,
+            writers,
+        }
     }
 
     /// Microseconds from a body to a booked worker, and the prompt's blocks.
     pub(crate) fn decide(&self, body: &Bytes) -> (f64, BlockHashes, Booked) {
         let mut decided = None;
         let took = cpu(|| {
-            let taken = self.intake.take(PATH, &|_| None, &Body::Whole(body.clone())).now_or_never();
+            let taken = self
+                .intake
+                .take(PATH, &|_| None, &Body::Whole(body.clone()))
+                .now_or_never();
             let request = taken.expect("nothing to wait for").request;
-            let Prompt::Hashed(hashes) = &request.prompt else { panic!("the prompt is not hashed") };
+            let Prompt::Hashed(hashes) = &request.prompt else {
+                panic!("the prompt is not hashed")
+            };
             let hashes = hashes[0].clone();
             decided = Some((hashes, self.router.route(request).expect("a worker")));
         });
@@ -95,8 +116,17 @@ impl Bed {
     /// A worker has cached a prompt from now on.
     pub(crate) fn store(&mut self, worker: usize, hashes: &BlockHashes) {
         let blocks = hashes.locals().iter().zip(hashes.sequences());
-        let blocks = blocks.map(|(&local, sequence)| StoredBlock { engine: EngineHash(sequence.0), local }).collect();
+        let blocks = blocks
+            .map(|(&local, sequence)| StoredBlock {
+                engine: EngineHash(sequence.0),
+                local,
+            })
+            .collect();
         let writer = &mut self.writers[worker];
-        writer.apply(&KvEvent::Stored { parent: None, blocks, tier: Tier::Device });
+        writer.apply(&KvEvent::Stored {
+            parent: None,
+            blocks,
+            tier: Tier::Device,
+        });
     }
 }

@@ -10,7 +10,11 @@ const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 /// The encoder of the shipped model, which keeps so many bytes of what it has seen. One thread, as many requests are encoded
 /// beside one another.
 pub(crate) fn encoder(cached: usize) -> Encoder {
-    let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
+    let config = Config {
+        tokenizer: FILE.into(),
+        tokenizer_config: None,
+        chat_template: None,
+    };
     let encoder = Encoder::load(&config).expect("the shipped files");
     encoder.quicken().expect("one that the fast library takes");
     let (encoder, resumes) = encoder.resuming(PromptCache::new(cached, std::sync::Arc::default()));
@@ -37,7 +41,8 @@ pub(crate) fn library() -> tokenizers::Tokenizer {
 
 /// Messages of some bytes each, beginning with a number that sets this chat apart from others.
 pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
-    let pages = include_str!("../../README.md").to_owned() + include_str!("../../src/prompt/resume/cache.rs");
+    let pages = include_str!("../../README.md").to_owned()
+        + include_str!("../../src/prompt/resume/cache.rs");
     let words: Vec<&str> = pages.split_inclusive(' ').collect();
     let message = |number: usize| {
         let mut content = format!("Chat {chat}, message {number}: ");
@@ -46,7 +51,11 @@ pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
             content.push_str(words[at % words.len()]);
             at += if at.is_multiple_of(11) { 137 } else { 1 };
         }
-        let role = if number.is_multiple_of(2) { "user" } else { "assistant" };
+        let role = if number.is_multiple_of(2) {
+            "user"
+        } else {
+            "assistant"
+        };
         json!({"role": role, "content": content})
     };
     (0..count).map(message).collect()
@@ -54,11 +63,16 @@ pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
 
 /// The body of a request.
 pub(crate) fn body(messages: &[Value]) -> Vec<u8> {
-    json!({"model": "m", "stream": true, "messages": messages}).to_string().into_bytes()
+    json!({"model": "m", "stream": true, "messages": messages})
+        .to_string()
+        .into_bytes()
 }
 
 /// The same prompt, written by hand for this one template.
-pub(crate) fn by_hand<'m>(messages: impl Iterator<Item = (&'m str, &'m str)>, bytes: usize) -> String {
+pub(crate) fn by_hand<'m>(
+    messages: impl Iterator<Item = (&'m str, &'m str)>,
+    bytes: usize,
+) -> String {
     let mut text = String::with_capacity(bytes + 4096);
     text.push_str(
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",

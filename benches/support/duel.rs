@@ -57,13 +57,30 @@ impl Table {
     }
 
     /// Enters rounds that were measured elsewhere.
-    #[expect(clippy::print_stderr, reason = "a run takes minutes, and shows how far it is")]
-    pub fn enter(&mut self, (measure, unit, goal): (&str, &str, Option<f64>), peer: &[f64], ours: &[f64]) {
+    #[expect(
+        clippy::print_stderr,
+        reason = "a run takes minutes, and shows how far it is"
+    )]
+    pub fn enter(
+        &mut self,
+        (measure, unit, goal): (&str, &str, Option<f64>),
+        peer: &[f64],
+        ours: &[f64],
+    ) {
         let spread = [spread(peer), spread(ours)];
         let (peer, ours) = (median(peer), median(ours));
         let ratio = ours / peer;
         let met = goal.is_none_or(|goal| ratio <= goal);
-        let row = Row { measure: measure.into(), unit: unit.into(), peer, ours, ratio, goal, met, spread };
+        let row = Row {
+            measure: measure.into(),
+            unit: unit.into(),
+            peer,
+            ours,
+            ratio,
+            goal,
+            met,
+            spread,
+        };
         eprintln!("{}", line(&row));
         self.rows.push(row);
     }
@@ -135,17 +152,25 @@ pub fn median(numbers: &[f64]) -> f64 {
 pub fn quantile(numbers: &[f64], share: f64) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted.get(((sorted.len() as f64 - 1.0) * share).round() as usize).copied().unwrap_or(f64::NAN)
+    sorted
+        .get(((sorted.len() as f64 - 1.0) * share).round() as usize)
+        .copied()
+        .unwrap_or(f64::NAN)
 }
 
 fn spread(numbers: &[f64]) -> f64 {
     let middle = median(numbers);
-    let away: Vec<f64> = numbers.iter().map(|number| (number - middle).abs()).collect();
+    let away: Vec<f64> = numbers
+        .iter()
+        .map(|number| (number - middle).abs())
+        .collect();
     median(&away) / middle
 }
 
 fn line(row: &Row) -> String {
-    let goal = row.goal.map_or_else(String::new, |goal| format!("{goal:.3}"));
+    let goal = row
+        .goal
+        .map_or_else(String::new, |goal| format!("{goal:.3}"));
     let verdict = match (row.goal, row.met) {
         (None, _) => "",
         (Some(_), true) => "met",

@@ -20,7 +20,12 @@ const REPLACED: f64 = 3.0;
 /// Measures both kinds of streams.
 pub fn measure(table: &mut Table, rounds: usize) {
     let cases = [
-        ("HTTP/2 filter, stream with a valid authority", "warmroute.inference.svc:9002", false, VALID),
+        (
+            "HTTP/2 filter, stream with a valid authority",
+            "warmroute.inference.svc:9002",
+            false,
+            VALID,
+        ),
         (
             "HTTP/2 filter, stream of Istio, authority in the table",
             "outbound|9002||warmroute.inference.svc",
@@ -43,7 +48,9 @@ pub fn measure(table: &mut Table, rounds: usize) {
 
 /// Microseconds per stream.
 fn cost(connection: &[u8]) -> f64 {
-    let limits = Http2Limits { header_block: 64 << 10 };
+    let limits = Http2Limits {
+        header_block: 64 << 10,
+    };
     let filtered = read(Http2Filter::new(connection, limits, |_| {}));
     (filtered - read(connection)).max(0.0) / 1e3 / f64::from(STREAMS)
 }
@@ -55,7 +62,9 @@ fn read(mut io: impl AsyncRead + Unpin) -> f64 {
     let start = thread_cpu();
     loop {
         let mut buf = ReadBuf::new(&mut space);
-        let Poll::Ready(Ok(())) = Pin::new(&mut io).poll_read(&mut context, &mut buf) else { continue };
+        let Poll::Ready(Ok(())) = Pin::new(&mut io).poll_read(&mut context, &mut buf) else {
+            continue;
+        };
         if std::hint::black_box(buf.filled()).is_empty() {
             return thread_cpu() - start;
         }
@@ -68,7 +77,10 @@ fn connection(authority: &str, literal: bool) -> Vec<u8> {
     let mut octets = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
     octets.extend(frame(4, 0, 0, &[]));
     let fixed = [
-        (":path", "/envoy.service.ext_proc.v3.ExternalProcessor/Process"),
+        (
+            ":path",
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+        ),
         ("te", "trailers"),
         ("content-type", "application/grpc"),
         (":authority", authority),
@@ -77,7 +89,9 @@ fn connection(authority: &str, literal: bool) -> Vec<u8> {
         let stream = 2 * at + 1;
         let mut block = vec![0x83, 0x86];
         match at {
-            0 => fixed.iter().for_each(|(name, value)| field(&mut block, 0x40, name, value)),
+            0 => fixed
+                .iter()
+                .for_each(|(name, value)| field(&mut block, 0x40, name, value)),
             _ => block.extend((62..66).rev().map(|index| 0x80 | index)),
         }
         if literal && at > 0 {
@@ -85,7 +99,12 @@ fn connection(authority: &str, literal: bool) -> Vec<u8> {
             field(&mut block, 0x10, ":authority", authority);
         }
         // As tracing does, without indexing.
-        field(&mut block, 0x00, "x-request-id", "6c1f0e9a-5d8b-4d53-9b43-1f7a2f0c9d11");
+        field(
+            &mut block,
+            0x00,
+            "x-request-id",
+            "6c1f0e9a-5d8b-4d53-9b43-1f7a2f0c9d11",
+        );
         octets.extend(frame(1, 4, stream, &block));
         octets.extend(frame(0, 1, stream, &[0; 300]));
     }

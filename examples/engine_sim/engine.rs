@@ -133,12 +133,20 @@ impl Engine {
         for number in capacity.dp_start..capacity.dp_start + capacity.dp_size {
             let publisher = Publisher::open(config.events.sockets(number)?).await?;
             let cache = Cache::new(capacity.block_size, capacity.num_blocks);
-            let cache = if config.surface.no_prefix_caching { cache.forgetting() } else { cache };
+            let cache = if config.surface.no_prefix_caching {
+                cache.forgetting()
+            } else {
+                cache
+            };
             let scheduler = Scheduler::new(cache, capacity.limits());
             let habits = (config.pace, config.events.event_encoding);
             let rank = Rank::new(number, scheduler, publisher, habits);
             let lends = config.handover.protocol().is_some_and(Protocol::lends);
-            ranks.push(Arc::new(if lends { rank.with_lease(config.handover.kv_lease) } else { rank }));
+            ranks.push(Arc::new(if lends {
+                rank.with_lease(config.handover.kv_lease)
+            } else {
+                rank
+            }));
         }
         let mood = Arc::new(Mood::new(config.misbehave.clone()));
         let drops = config.misbehave.drop_events.unwrap_or_default();
@@ -161,11 +169,17 @@ impl Engine {
     }
 
     /// Opens the listeners where other engines come for blocks; returns the address of the bootstrap server if it has one.
-    async fn open(&mut self, host: IpAddr, tasks: &mut JoinSet<()>) -> anyhow::Result<Option<SocketAddr>> {
+    async fn open(
+        &mut self,
+        host: IpAddr,
+        tasks: &mut JoinSet<()>,
+    ) -> anyhow::Result<Option<SocketAddr>> {
         let handover = &self.config.handover;
         let protocol = handover.protocol();
         if protocol == Some(Protocol::SglangPrefill) {
-            let listener = TcpListener::bind((host, handover.bootstrap_port)).await.context("the bootstrap server")?;
+            let listener = TcpListener::bind((host, handover.bootstrap_port))
+                .await
+                .context("the bootstrap server")?;
             let address = listener.local_addr()?;
             let rooms = self.rooms.clone();
             tasks.spawn(async move { ended(&rooms::receive(rooms, listener).await) });
@@ -182,10 +196,22 @@ impl Engine {
         let id: u128 = rand::random();
         for (at, rank) in self.ranks.iter().enumerate() {
             let first = handover.kv_side_channel_port;
-            let port = if first == 0 { 0 } else { first.checked_add(u16::try_from(at)?).context("no such port")? };
-            let listener = TcpListener::bind((host, port)).await.context("the side channel")?;
+            let port = if first == 0 {
+                0
+            } else {
+                first
+                    .checked_add(u16::try_from(at)?)
+                    .context("no such port")?
+            };
+            let listener = TcpListener::bind((host, port))
+                .await
+                .context("the side channel")?;
             let engine = engine_id(id, (self.ranks.len() > 1).then_some(rank.number));
-            self.doors.push(Door { engine: engine.clone(), host: told.clone(), port: listener.local_addr()?.port() });
+            self.doors.push(Door {
+                engine: engine.clone(),
+                host: told.clone(),
+                port: listener.local_addr()?.port(),
+            });
             let rank = rank.clone();
             tasks.spawn(async move { ended(&fetch::lend(engine, rank, listener).await) });
         }
@@ -202,18 +228,32 @@ impl Engine {
         });
         let mut stdout = std::io::stdout().lock();
         writeln!(stdout, "{line}")?;
-        stdout.flush().context("cannot say where the engine listens")
+        stdout
+            .flush()
+            .context("cannot say where the engine listens")
     }
 
     /// The rank that the headers ask for, or else the body.
-    fn rank_asked(&self, headers: &HeaderMap, in_body: Option<u32>) -> Result<Option<Arc<Rank>>, String> {
+    fn rank_asked(
+        &self,
+        headers: &HeaderMap,
+        in_body: Option<u32>,
+    ) -> Result<Option<Arc<Rank>>, String> {
         let (asked, number) = match RANK_HEADERS.iter().find_map(|name| headers.get(*name)) {
-            Some(asked) => (format!("{asked:?}"), asked.to_str().ok().and_then(|text| text.parse::<u32>().ok())),
+            Some(asked) => (
+                format!("{asked:?}"),
+                asked
+                    .to_str()
+                    .ok()
+                    .and_then(|text| text.parse::<u32>().ok()),
+            ),
             None if in_body.is_some() => (format!("{in_body:?}"), in_body),
             None => return Ok(None),
         };
         let rank = self.ranks.iter().find(|rank| Some(rank.number) == number);
-        rank.cloned().map(Some).ok_or_else(|| format!("data parallel rank {asked} is not served here"))
+        rank.cloned()
+            .map(Some)
+            .ok_or_else(|| format!("data parallel rank {asked} is not served here"))
     }
 
     fn rank_in_turn(&self) -> Arc<Rank> {
@@ -227,7 +267,10 @@ impl Engine {
     }
 
     fn door(&self, rank: &Rank) -> Option<&Door> {
-        let at = self.ranks.iter().position(|other| other.number == rank.number)?;
+        let at = self
+            .ranks
+            .iter()
+            .position(|other| other.number == rank.number)?;
         self.doors.get(at)
     }
 
@@ -236,14 +279,22 @@ impl Engine {
     fn lease_name(&self, answer: &str, number: Option<u64>) -> String {
         match (self.config.handover.protocol(), number) {
             (Some(Protocol::Trtllm), Some(number)) => number.to_string(),
-            (Some(Protocol::Trtllm), None) => (self.numbers.fetch_add(1, Ordering::Relaxed) + 1).to_string(),
-            _ => format!("{answer}-{:08x}", self.names.fetch_add(1, Ordering::Relaxed)),
+            (Some(Protocol::Trtllm), None) => {
+                (self.numbers.fetch_add(1, Ordering::Relaxed) + 1).to_string()
+            }
+            _ => format!(
+                "{answer}-{:08x}",
+                self.names.fetch_add(1, Ordering::Relaxed)
+            ),
         }
     }
 
     fn lora(&self, name: &str) -> Option<Lora> {
         let at = self.config.loras.iter().position(|lora| lora == name)?;
-        Some(Lora { id: u32::try_from(at + 1).ok()?, name: Arc::from(name) })
+        Some(Lora {
+            id: u32::try_from(at + 1).ok()?,
+            name: Arc::from(name),
+        })
     }
 
     /// Loses the next batches of every rank.
@@ -254,7 +305,11 @@ impl Engine {
     }
 
     fn next_name(&self) -> String {
-        format!("{:x}-{:08x}", self.config.id, self.names.fetch_add(1, Ordering::Relaxed))
+        format!(
+            "{:x}-{:08x}",
+            self.config.id,
+            self.names.fetch_add(1, Ordering::Relaxed)
+        )
     }
 
     fn event_sources(&self) -> Value {
@@ -299,8 +354,17 @@ impl Engine {
 /// vLLM's name of one start of an engine, or of one of several ranks.
 fn engine_id(id: u128, rank: Option<u32>) -> String {
     let hex = format!("{id:032x}");
-    let parts = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
-    rank.map_or_else(|| parts.join("-"), |rank| format!("{}_dp{rank}", parts.join("-")))
+    let parts = [
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..],
+    ];
+    rank.map_or_else(
+        || parts.join("-"),
+        |rank| format!("{}_dp{rank}", parts.join("-")),
+    )
 }
 
 fn ended(ended: &io::Result<()>) {
@@ -309,7 +373,10 @@ fn ended(ended: &io::Result<()>) {
 
 /// An endpoint on all addresses.
 fn wildcard(endpoint: &str) -> String {
-    match endpoint.strip_prefix("tcp://").and_then(|address| address.rsplit_once(':')) {
+    match endpoint
+        .strip_prefix("tcp://")
+        .and_then(|address| address.rsplit_once(':'))
+    {
         Some((_, port)) => format!("tcp://*:{port}"),
         None => endpoint.to_owned(),
     }

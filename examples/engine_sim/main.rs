@@ -24,9 +24,13 @@ struct Cli {
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(std::io::stderr)
+        .init();
     let cli = Cli::parse();
-    let listener = listen(cli.listen).with_context(|| format!("cannot listen on {}", cli.listen))?;
+    let listener =
+        listen(cli.listen).with_context(|| format!("cannot listen on {}", cli.listen))?;
     let mut terminate = signal(SignalKind::terminate())?;
     tokio::select! {
         ended = engine::run(cli.engine, listener) => ended,
@@ -39,7 +43,11 @@ async fn main() -> anyhow::Result<()> {
 /// As the engines' servers do, with room for many connections that are not taken yet: of 128, which is what `bind` asks for, a
 /// burst of clients to an engine that stands still loses most, and each of them tries again only after seconds.
 fn listen(at: SocketAddr) -> std::io::Result<TcpListener> {
-    let socket = if at.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    let socket = if at.is_ipv4() {
+        TcpSocket::new_v4()
+    } else {
+        TcpSocket::new_v6()
+    }?;
     socket.set_reuseaddr(true)?;
     socket.bind(at)?;
     socket.listen(2048)

@@ -51,14 +51,18 @@ pub(crate) fn addresses(first: SocketAddr, workers: usize) -> impl Iterator<Item
         IpAddr::V4(address) => u32::from(address),
         IpAddr::V6(_) => u32::from(Ipv4Addr::LOCALHOST),
     };
-    (start..).take(workers).map(move |address| SocketAddr::from((Ipv4Addr::from(address), first.port())))
+    (start..)
+        .take(workers)
+        .map(move |address| SocketAddr::from((Ipv4Addr::from(address), first.port())))
 }
 
 /// Serves until it is ended.
 pub(crate) async fn serve(cli: AnswersCli) -> anyhow::Result<()> {
     let mut listeners = JoinSet::new();
     for address in addresses(cli.first, cli.workers) {
-        let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
+        let listener = TcpListener::bind(address)
+            .await
+            .with_context(|| format!("cannot listen on {address}"))?;
         // Or every other piece of an answer would wait for the acknowledgement of the one before.
         let listener = listener.tap_io(|connection| _ = connection.set_nodelay(true));
         listeners.spawn(async move { axum::serve(listener, Router::new().fallback(answer)).await });
@@ -78,11 +82,19 @@ async fn answer(request: Request) -> Response {
             return StatusCode::BAD_REQUEST.into_response();
         }
     }
-    let body = match (head.headers.contains_key(HOLD), number(&head.headers, CHUNKS).unwrap_or(1)) {
-        (true, _) => Body::from_stream(stream::once(async { piece(CHUNK) }).chain(stream::pending())),
+    let body = match (
+        head.headers.contains_key(HOLD),
+        number(&head.headers, CHUNKS).unwrap_or(1),
+    ) {
+        (true, _) => {
+            Body::from_stream(stream::once(async { piece(CHUNK) }).chain(stream::pending()))
+        }
         (false, 1) => Body::from([CHUNK, DONE].concat()),
         (false, chunks) => Body::from_stream(stream::unfold(
-            (chunks, number(&head.headers, PAUSE).map(Duration::from_millis)),
+            (
+                chunks,
+                number(&head.headers, PAUSE).map(Duration::from_millis),
+            ),
             async |(left, pause)| next(left, pause).await,
         )),
     };
@@ -98,7 +110,10 @@ async fn next(left: u64, pause: Option<Duration>) -> Option<(Piece, (u64, Option
         // What is ready at once would be sent together.
         (_, None) => tokio::task::yield_now().await,
     }
-    Some((piece(if left == 1 { DONE } else { CHUNK }), (left - 1, pause)))
+    Some((
+        piece(if left == 1 { DONE } else { CHUNK }),
+        (left - 1, pause),
+    ))
 }
 
 fn piece(text: &'static [u8]) -> Piece {

@@ -10,15 +10,17 @@ use clap::Parser;
 use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue, HeaderValueOption};
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
-use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{BodySendMode, HeaderSendMode};
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
+    BodySendMode, HeaderSendMode,
+};
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::{
     ExternalProcessor, ExternalProcessorServer,
 };
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Asked;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response as Answer;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ProcessingRequest, ProcessingResponse,
-    TrailersResponse,
+    BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ProcessingRequest,
+    ProcessingResponse, TrailersResponse,
 };
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
@@ -49,11 +51,20 @@ pub(crate) struct BareCli {
 
 /// Serves until it is ended.
 pub(crate) async fn serve(cli: BareCli) -> anyhow::Result<()> {
-    let workers = answers::addresses(cli.first, cli.workers).map(|address| address.to_string()).collect();
-    let bare = Bare { workers, turn: Arc::default(), watch: cli.watch };
+    let workers = answers::addresses(cli.first, cli.workers)
+        .map(|address| address.to_string())
+        .collect();
+    let bare = Bare {
+        workers,
+        turn: Arc::default(),
+        watch: cli.watch,
+    };
     let incoming = UnixListenerStream::new(UnixListener::bind(&cli.socket)?);
     let service = ExternalProcessorServer::new(bare).max_decoding_message_size(usize::MAX);
-    Ok(Server::builder().add_service(service).serve_with_incoming(incoming).await?)
+    Ok(Server::builder()
+        .add_service(service)
+        .serve_with_incoming(incoming)
+        .await?)
 }
 
 #[derive(Clone)]
@@ -79,9 +90,20 @@ impl ExternalProcessor for Bare {
         &self,
         request: Request<Streaming<ProcessingRequest>>,
     ) -> Result<Response<Self::ProcessStream>, Status> {
-        let is_probe = request.metadata().get("x-warmroute-filter").is_some_and(|filter| filter == "probe");
-        let exchange = Exchange { bare: self.clone(), is_probe, incoming: request.into_inner(), over: false };
-        Ok(Response::new(Box::pin(futures_util::stream::unfold(exchange, Exchange::next))))
+        let is_probe = request
+            .metadata()
+            .get("x-warmroute-filter")
+            .is_some_and(|filter| filter == "probe");
+        let exchange = Exchange {
+            bare: self.clone(),
+            is_probe,
+            incoming: request.into_inner(),
+            over: false,
+        };
+        Ok(Response::new(Box::pin(futures_util::stream::unfold(
+            exchange,
+            Exchange::next,
+        ))))
     }
 }
 
@@ -97,13 +119,22 @@ impl Exchange {
 
     fn answer(&mut self, asked: Asked) -> ProcessingResponse {
         let go_on = || Some(CommonResponse::default());
-        let bare = |answer| ProcessingResponse { response: Some(answer), ..ProcessingResponse::default() };
+        let bare = |answer| ProcessingResponse {
+            response: Some(answer),
+            ..ProcessingResponse::default()
+        };
         match asked {
-            Asked::RequestHeaders(_) => bare(Answer::RequestHeaders(HeadersResponse { response: go_on() })),
+            Asked::RequestHeaders(_) => bare(Answer::RequestHeaders(HeadersResponse {
+                response: go_on(),
+            })),
             Asked::RequestBody(_) => self.bare.steer(),
             Asked::RequestTrailers(_) => bare(Answer::RequestTrailers(TrailersResponse::default())),
             Asked::ResponseHeaders(headers) => {
-                let mut answer = changing(Answer::ResponseHeaders, |response| HeadersResponse { response }, &[MODE]);
+                let mut answer = changing(
+                    Answer::ResponseHeaders,
+                    |response| HeadersResponse { response },
+                    &[MODE],
+                );
                 if self.bare.watch && is_event_stream(headers.headers.as_ref()) {
                     answer.mode_override = Some(watching());
                 }
@@ -113,7 +144,9 @@ impl Exchange {
                 self.over = self.is_probe && !body.body.is_empty();
                 bare(Answer::ResponseBody(BodyResponse { response: go_on() }))
             }
-            Asked::ResponseTrailers(_) => bare(Answer::ResponseTrailers(TrailersResponse::default())),
+            Asked::ResponseTrailers(_) => {
+                bare(Answer::ResponseTrailers(TrailersResponse::default()))
+            }
         }
     }
 }
@@ -124,14 +157,30 @@ impl Bare {
     fn steer(&self) -> ProcessingResponse {
         let worker = &self.workers[self.turn.fetch_add(1, Ordering::Relaxed) % self.workers.len()];
         let id = "18446744073709551615";
-        let set = [("x-worker-instance-id", id), ("x-dp-rank", "0"), ("x-gateway-destination-endpoint", worker)];
-        let mut answer = changing(Answer::RequestBody, |response| BodyResponse { response }, &set);
-        if let Some(Answer::RequestBody(BodyResponse { response: Some(common) })) = &mut answer.response {
+        let set = [
+            ("x-worker-instance-id", id),
+            ("x-dp-rank", "0"),
+            ("x-gateway-destination-endpoint", worker),
+        ];
+        let mut answer = changing(
+            Answer::RequestBody,
+            |response| BodyResponse { response },
+            &set,
+        );
+        if let Some(Answer::RequestBody(BodyResponse {
+            response: Some(common),
+        })) = &mut answer.response
+        {
             common.clear_route_cache = true;
         }
-        let to = structure([("x-gateway-destination-endpoint", text(worker)), ("worker_id", text(id))]);
+        let to = structure([
+            ("x-gateway-destination-endpoint", text(worker)),
+            ("worker_id", text(id)),
+        ]);
         let ours = structure([("exchange", text("0123456789abcdef"))]);
-        let Kind::StructValue(metadata) = structure([("envoy.lb", to), ("warmroute", ours)]) else { return answer };
+        let Kind::StructValue(metadata) = structure([("envoy.lb", to), ("warmroute", ours)]) else {
+            return answer;
+        };
         answer.dynamic_metadata = Some(metadata);
         answer
     }
@@ -143,13 +192,26 @@ fn changing<R>(
     set: &[(&str, &str)],
 ) -> ProcessingResponse {
     let option = |&(key, value): &(&str, &str)| HeaderValueOption {
-        header: Some(HeaderValue { key: key.into(), raw_value: value.into(), ..HeaderValue::default() }),
+        header: Some(HeaderValue {
+            key: key.into(),
+            raw_value: value.into(),
+            ..HeaderValue::default()
+        }),
         append_action: HeaderAppendAction::OverwriteIfExistsOrAdd.into(),
         ..HeaderValueOption::default()
     };
-    let mutation = HeaderMutation { set_headers: set.iter().map(option).collect(), remove_headers: Vec::new() };
-    let common = CommonResponse { header_mutation: Some(mutation), ..CommonResponse::default() };
-    ProcessingResponse { response: Some(answer(wrap(Some(common)))), ..ProcessingResponse::default() }
+    let mutation = HeaderMutation {
+        set_headers: set.iter().map(option).collect(),
+        remove_headers: Vec::new(),
+    };
+    let common = CommonResponse {
+        header_mutation: Some(mutation),
+        ..CommonResponse::default()
+    };
+    ProcessingResponse {
+        response: Some(answer(wrap(Some(common)))),
+        ..ProcessingResponse::default()
+    }
 }
 
 fn text(value: &str) -> Kind {
@@ -158,12 +220,16 @@ fn text(value: &str) -> Kind {
 
 fn structure<const N: usize>(fields: [(&str, Kind); N]) -> Kind {
     let field = |(name, kind): (&str, Kind)| (name.to_owned(), Value { kind: Some(kind) });
-    Kind::StructValue(Struct { fields: fields.into_iter().map(field).collect() })
+    Kind::StructValue(Struct {
+        fields: fields.into_iter().map(field).collect(),
+    })
 }
 
 fn is_event_stream(headers: Option<&HeaderMap>) -> bool {
     let mut headers = headers.iter().flat_map(|map| &map.headers);
-    headers.any(|header| header.key == "content-type" && header.raw_value.starts_with(b"text/event-stream"))
+    headers.any(|header| {
+        header.key == "content-type" && header.raw_value.starts_with(b"text/event-stream")
+    })
 }
 
 /// As the shipped configuration, but with the bodies of answers.

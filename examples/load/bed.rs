@@ -73,7 +73,10 @@ impl Way {
 
     /// The external processor, where there is one.
     pub(crate) fn server(&self) -> Option<u32> {
-        self.bare.as_ref().or(self.stack.router().ok()).map(Child::pid)
+        self.bare
+            .as_ref()
+            .or(self.stack.router().ok())
+            .map(Child::pid)
     }
 
     pub(crate) fn url(&self) -> String {
@@ -92,9 +95,20 @@ impl Bed {
         std::fs::create_dir_all(dir)?;
         let first = SocketAddr::from(([127, 0, 0, 1], FreePort::find()?.release()));
         let workers = setting.workers.to_string();
-        let engines = again(&[AS_ANSWERS, "--first", &first.to_string(), "--workers", &workers])?;
+        let engines = again(&[
+            AS_ANSWERS,
+            "--first",
+            &first.to_string(),
+            "--workers",
+            &workers,
+        ])?;
         let engines = Child::spawn("answers", &engines, dir)?;
-        ports::wait_ready(Ready::Http(&format!("http://{first}/health")), START, &engines).await?;
+        ports::wait_ready(
+            Ready::Http(&format!("http://{first}/health")),
+            START,
+            &engines,
+        )
+        .await?;
         let mut ways = Vec::new();
         for side in Side::ALL {
             ways.push(way(side, setting, first, dir).await?);
@@ -105,9 +119,17 @@ impl Bed {
 
 async fn way(side: Side, setting: &Setting, first: SocketAddr, dir: &Path) -> anyhow::Result<Way> {
     let dir = dir.join(format!("{side:?}").to_lowercase());
-    let own = vec![std::env::current_exe()?.into_os_string(), AS_WARMROUTE.into()];
-    let ours = Some(&setting.ours).filter(|ours| !ours.is_empty()).unwrap_or(&own);
-    let programs = Programs { warmroute: ours.clone(), engine: Vec::new() };
+    let own = vec![
+        std::env::current_exe()?.into_os_string(),
+        AS_WARMROUTE.into(),
+    ];
+    let ours = Some(&setting.ours)
+        .filter(|ours| !ours.is_empty())
+        .unwrap_or(&own);
+    let programs = Programs {
+        warmroute: ours.clone(),
+        engine: Vec::new(),
+    };
     let mut stack = Stack::engines(&programs, &[], &dir).await?;
     let endpoints: Vec<_> = answers::addresses(first, setting.workers).collect();
     let mut config = stack.standalone().config()?;
@@ -123,7 +145,10 @@ async fn way(side: Side, setting: &Setting, first: SocketAddr, dir: &Path) -> an
         let (first, workers) = (first.to_string(), setting.workers.to_string());
         let socket = stack.standalone().ext_proc_socket();
         let mut command = again(&[AS_BARE, "--first", &first, "--workers", &workers])?;
-        command.arg("--socket").arg(&socket).args(setting.watch.then_some("--watch"));
+        command
+            .arg("--socket")
+            .arg(&socket)
+            .args(setting.watch.then_some("--watch"));
         let child = Child::spawn("bare", &command, &dir)?;
         ports::wait_ready(Ready::Unix(&socket), START, &child).await?;
         bare = Some(child);
@@ -154,7 +179,11 @@ async fn rests(server: u32) -> anyhow::Result<()> {
 
 /// The defaults, but that engines without a model are not asked what they are.
 fn further(setting: &Setting) -> Value {
-    let observe = if setting.watch { "usage" } else { "first_token" };
+    let observe = if setting.watch {
+        "usage"
+    } else {
+        "first_token"
+    };
     json!({"learn": {"enabled": false}, "self_test": {"enabled": false}, "observe": observe})
 }
 
@@ -173,7 +202,10 @@ pub(crate) fn called_as() -> (Option<String>, Vec<OsString>) {
 }
 
 /// Becomes another of the programs, if the first argument says so.
-pub(crate) fn be(first: Option<&str>, args: Vec<OsString>) -> Option<anyhow::Result<std::process::ExitCode>> {
+pub(crate) fn be(
+    first: Option<&str>,
+    args: Vec<OsString>,
+) -> Option<anyhow::Result<std::process::ExitCode>> {
     use clap::Parser as _;
     let run = |work| -> anyhow::Result<std::process::ExitCode> {
         block_on(work)?;
@@ -182,7 +214,9 @@ pub(crate) fn be(first: Option<&str>, args: Vec<OsString>) -> Option<anyhow::Res
     match first? {
         AS_ANSWERS => Some(run(Work::Answers(answers::AnswersCli::parse_from(args)))),
         AS_BARE => Some(run(Work::Bare(crate::bare::BareCli::parse_from(args)))),
-        AS_WARMROUTE => Some(Ok(warmroute::cmd::main(warmroute::cli::Cli::parse_from(args)))),
+        AS_WARMROUTE => Some(Ok(warmroute::cmd::main(warmroute::cli::Cli::parse_from(
+            args,
+        )))),
         _ => None,
     }
 }
@@ -195,12 +229,14 @@ enum Work {
 fn block_on(work: Work) -> anyhow::Result<()> {
     match work {
         // One thread does for what does nothing.
-        Work::Answers(cli) => {
-            tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(answers::serve(cli))
-        }
+        Work::Answers(cli) => tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?
+            .block_on(answers::serve(cli)),
         // As warmroute has it.
-        Work::Bare(cli) => {
-            tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(crate::bare::serve(cli))
-        }
+        Work::Bare(cli) => tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()?
+            .block_on(crate::bare::serve(cli)),
     }
 }

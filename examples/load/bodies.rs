@@ -23,7 +23,11 @@ pub(crate) struct Writer {
 
 impl Writer {
     pub(crate) fn new(seed: u64) -> Self {
-        Self { rng: StdRng::seed_from_u64(seed), words: WORDS.lines().collect(), model: MODEL }
+        Self {
+            rng: StdRng::seed_from_u64(seed),
+            words: WORDS.lines().collect(),
+            model: MODEL,
+        }
     }
 
     /// For another model than the engines'.
@@ -90,10 +94,13 @@ impl Session {
     /// One that has about so many bytes behind it, with a system prompt of its own or a common one.
     pub(crate) fn open(writer: &mut Writer, system: Option<&str>, bytes: usize) -> Self {
         let model = writer.model;
-        let mut chat = format!("{{\"model\":\"{model}\",\"stream\":true,\"max_tokens\":1,\"messages\":[");
+        let mut chat =
+            format!("{{\"model\":\"{model}\",\"stream\":true,\"max_tokens\":1,\"messages\":[");
         let bytes = bytes.saturating_sub(chat.len() + 60);
         match system {
-            Some(system) => chat.push_str(&format!("{{\"role\":\"system\",\"content\":\"{system}\"}}")),
+            Some(system) => {
+                chat.push_str(&format!("{{\"role\":\"system\",\"content\":\"{system}\"}}"))
+            }
             None => writer.message(&mut chat, "system", bytes.min(MESSAGE) / 2),
         }
         let mut roles = ["user", "assistant"].into_iter().cycle();
@@ -101,7 +108,11 @@ impl Session {
             let role = roles.next().unwrap_or("user");
             writer.message(&mut chat, role, left.min(MESSAGE) - 40);
         }
-        Self { turn: (bytes / 8).clamp(100, TURN), began: chat.len(), chat }
+        Self {
+            turn: (bytes / 8).clamp(100, TURN),
+            began: chat.len(),
+            chat,
+        }
     }
 
     /// The next thing that its user says, and the answer before it. A chat that has become longer than it was meant to be is
@@ -128,9 +139,19 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    pub(crate) fn open(mut writer: Writer, system: Option<&str>, (bytes, count): (usize, usize)) -> Self {
-        let sessions = (0..count).map(|_| Session::open(&mut writer, system, bytes)).collect();
-        Self { writer, sessions, next: 0 }
+    pub(crate) fn open(
+        mut writer: Writer,
+        system: Option<&str>,
+        (bytes, count): (usize, usize),
+    ) -> Self {
+        let sessions = (0..count)
+            .map(|_| Session::open(&mut writer, system, bytes))
+            .collect();
+        Self {
+            writer,
+            sessions,
+            next: 0,
+        }
     }
 
     /// As they are, for the first time that each is sent.
@@ -177,7 +198,10 @@ mod tests {
         let after = sessions.turns(4);
         for (at, body) in after.iter().enumerate() {
             let before = &before[at % 2];
-            assert!(body.starts_with(&before[..before.len() - 2]), "the end of the list is where it goes on");
+            assert!(
+                body.starts_with(&before[..before.len() - 2]),
+                "the end of the list is where it goes on"
+            );
             serde_json::from_slice::<Value>(body).unwrap();
         }
     }

@@ -25,11 +25,18 @@ pub(crate) struct Plan {
 
 impl Plan {
     pub(crate) fn new(connections: usize, most: Duration) -> Self {
-        Self { connections, most, headers: HeaderMap::new() }
+        Self {
+            connections,
+            most,
+            headers: HeaderMap::new(),
+        }
     }
 
     pub(crate) fn chunks(mut self, chunks: usize) -> Self {
-        self.headers.insert(HeaderName::from_static(answers::CHUNKS), HeaderValue::from(chunks));
+        self.headers.insert(
+            HeaderName::from_static(answers::CHUNKS),
+            HeaderValue::from(chunks),
+        );
         self
     }
 }
@@ -48,7 +55,11 @@ pub(crate) struct Round {
 
 pub(crate) fn client() -> anyhow::Result<reqwest::Client> {
     // A proxy from the environment has no business on the loopback.
-    Ok(warmroute::tls::client().http1_only().tcp_nodelay(true).timeout(Duration::from_secs(120)).build()?)
+    Ok(warmroute::tls::client()
+        .http1_only()
+        .tcp_nodelay(true)
+        .timeout(Duration::from_secs(120))
+        .build()?)
 }
 
 /// Sends the bodies, each once, in their order.
@@ -67,7 +78,9 @@ pub(crate) async fn drive(
         connections.spawn(async move {
             let mut round = Round::default();
             while began.elapsed() < plan.most {
-                let Some(body) = bodies.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                let Some(body) = bodies.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                    break;
+                };
                 match send(&client, &url, body.clone(), &plan.headers).await {
                     Ok((first, mode)) => {
                         round.first.push(first.as_secs_f64() * 1e3);
@@ -82,7 +95,10 @@ pub(crate) async fn drive(
     let mut all = Round::default();
     for round in connections.join_all().await {
         all.first.extend(round.first);
-        round.modes.into_iter().for_each(|(mode, count)| *all.modes.entry(mode).or_default() += count);
+        round
+            .modes
+            .into_iter()
+            .for_each(|(mode, count)| *all.modes.entry(mode).or_default() += count);
         all.errors.extend(round.errors);
     }
     all.took = began.elapsed();
@@ -96,10 +112,16 @@ async fn send(
     headers: &HeaderMap,
 ) -> anyhow::Result<(Duration, String)> {
     let sent = Instant::now();
-    let request = client.post(url.clone()).header("content-type", "application/json").headers(headers.clone());
+    let request = client
+        .post(url.clone())
+        .header("content-type", "application/json")
+        .headers(headers.clone());
     let mut answer = request.body(body).send().await?;
     ensure!(answer.status().is_success(), "status {}", answer.status());
-    let mode = answer.headers().get("x-warmroute-mode").and_then(|mode| mode.to_str().ok());
+    let mode = answer
+        .headers()
+        .get("x-warmroute-mode")
+        .and_then(|mode| mode.to_str().ok());
     let mode = mode.unwrap_or("none").to_owned();
     ensure!(answer.chunk().await?.is_some(), "an answer without a body");
     let first = sent.elapsed();
@@ -118,7 +140,10 @@ impl Held {
     const AT_ONCE: usize = 4;
 
     pub(crate) async fn open(url: &str, body: &Bytes, count: usize) -> anyhow::Result<Self> {
-        let mut held = Self { answers: Vec::with_capacity(count), _clients: Vec::new() };
+        let mut held = Self {
+            answers: Vec::with_capacity(count),
+            _clients: Vec::new(),
+        };
         let mut opening = JoinSet::new();
         for from in (0..count).step_by(Self::STREAMS) {
             // Each client has one connection.
@@ -133,8 +158,10 @@ impl Held {
             opening.spawn(async move {
                 let mut answers = Vec::new();
                 for _ in from..count.min(from + Self::STREAMS) {
-                    let request =
-                        client.post(&url).header(answers::HOLD, "1").header("content-type", "application/json");
+                    let request = client
+                        .post(&url)
+                        .header(answers::HOLD, "1")
+                        .header("content-type", "application/json");
                     let mut answer = request.body(body.clone()).send().await?;
                     ensure!(answer.status().is_success(), "status {}", answer.status());
                     ensure!(answer.chunk().await?.is_some(), "an answer without a body");
@@ -146,7 +173,11 @@ impl Held {
         while let Some(opened) = opening.join_next().await {
             held.answers.extend(opened??);
         }
-        ensure!(held.answers.len() == count, "{} of {count} answers are open", held.answers.len());
+        ensure!(
+            held.answers.len() == count,
+            "{} of {count} answers are open",
+            held.answers.len()
+        );
         Ok(held)
     }
 }

@@ -24,24 +24,49 @@ const MEMORY_PER_BODY: f64 = 8.0;
 pub(crate) fn enter(chats: &[Measured], report: &mut Report) {
     for chat in chats {
         // A request that was routed by load only is not one that was done.
-        let micros = |side| chat.of(side).iter().map(|sample| sample.micros_apart()).collect::<Vec<_>>();
+        let micros = |side| {
+            chat.of(side)
+                .iter()
+                .map(|sample| sample.micros_apart())
+                .collect::<Vec<_>>()
+        };
         let goal = if is_warm(chat) { WARM } else { COLD };
         let measure = format!("{}: time per request", chat.case.name);
-        report.table.enter((&measure, "µs", Some(goal)), &micros(Side::Bare), &micros(Side::Ours));
+        report.table.enter(
+            (&measure, "µs", Some(goal)),
+            &micros(Side::Bare),
+            &micros(Side::Ours),
+        );
     }
     for warm in [false, true] {
         let mut chats = chats.iter().filter(|chat| is_warm(chat) == warm);
-        let (Some(few), Some(many)) = (chats.next(), chats.next_back()) else { continue };
+        let (Some(few), Some(many)) = (chats.next(), chats.next_back()) else {
+            continue;
+        };
         // Of the whole time, not of what is added: that is the small difference of two large numbers, and may be none.
         let growth = |side| many.middle(side).p50_ms / few.middle(side).p50_ms;
         let measure = format!("{} over {}: p50", many.case.name, few.case.name);
-        report.table.enter((&measure, "x", Some(NOISE)), &[growth(Side::Bare)], &[growth(Side::Ours)]);
+        report.table.enter(
+            (&measure, "x", Some(NOISE)),
+            &[growth(Side::Bare)],
+            &[growth(Side::Ours)],
+        );
     }
     let peak = |chat: &Measured| chat.middle(Side::Ours).peak_server_mib;
-    let Some(most) = chats.iter().map(peak).reduce(f64::max) else { return };
+    let Some(most) = chats.iter().map(peak).reduce(f64::max) else {
+        return;
+    };
     let connections = CONNECTIONS.iter().max().copied().unwrap_or(0) as f64;
     let bound = MEMORY_MIB + connections * CHAT as f64 * MEMORY_PER_BODY / f64::from(1 << 20);
-    report.table.enter(("220 KB chat: peak memory against its bound", "MiB", Some(1.0)), &[bound], &[most]);
+    report.table.enter(
+        (
+            "220 KB chat: peak memory against its bound",
+            "MiB",
+            Some(1.0),
+        ),
+        &[bound],
+        &[most],
+    );
 }
 
 fn is_warm(chat: &Measured) -> bool {

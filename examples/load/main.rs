@@ -85,7 +85,10 @@ fn main() -> ExitCode {
     result.unwrap_or_else(|error| fail(&error))
 }
 
-#[expect(clippy::print_stderr, reason = "a program tells on standard error why it failed")]
+#[expect(
+    clippy::print_stderr,
+    reason = "a program tells on standard error why it failed"
+)]
 fn fail(error: &anyhow::Error) -> ExitCode {
     eprintln!("load: {error:#}");
     ExitCode::FAILURE
@@ -94,13 +97,21 @@ fn fail(error: &anyhow::Error) -> ExitCode {
 fn load(cli: &Cli) -> anyhow::Result<ExitCode> {
     // Ten thousand streams are as many open files, and children inherit the limit.
     let limit = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            ..limit
+        },
+    )?;
     run_until_signal(run(cli))
 }
 
 async fn run(cli: &Cli) -> anyhow::Result<()> {
     tokio::task::spawn_blocking(envoy::binary).await??;
-    let dir = tempfile::Builder::new().prefix("warmroute-load-").tempdir()?;
+    let dir = tempfile::Builder::new()
+        .prefix("warmroute-load-")
+        .tempdir()?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let extent = Extent {
         rounds: cli.rounds.into(),
@@ -112,7 +123,11 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
         by_load: cli.by_load,
         ours: cli.warmroute.clone(),
     };
-    let sweeps = if cli.sweep.is_empty() { &Sweep::ALL[..] } else { &cli.sweep };
+    let sweeps = if cli.sweep.is_empty() {
+        &Sweep::ALL[..]
+    } else {
+        &cli.sweep
+    };
     let mut report = Report::default();
     Report::head()?;
     for sweep in sweeps {
@@ -124,7 +139,9 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
         report.table.print("bare");
     }
     if let Some(path) = &cli.json {
-        report.write_json(path).with_context(|| format!("cannot write {}", path.display()))?;
+        report
+            .write_json(path)
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }

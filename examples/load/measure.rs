@@ -80,10 +80,18 @@ pub(crate) async fn round(
     let client = duel::process_cpu();
     let after = Reading::take(http, bed, way).await?;
     let name = way.side.name();
-    ensure!(round.errors.is_empty(), "{name}: {} requests failed, the first: {}", round.errors.len(), round.errors[0]);
+    ensure!(
+        round.errors.is_empty(),
+        "{name}: {} requests failed, the first: {}",
+        round.errors.len(),
+        round.errors[0]
+    );
     ensure!(!round.first.is_empty(), "{name}: no request was answered");
     let requests = round.first.len() as f64;
-    let by_prompt: usize = ["exact", "partial", "approximate"].iter().filter_map(|mode| round.modes.get(*mode)).sum();
+    let by_prompt: usize = ["exact", "partial", "approximate"]
+        .iter()
+        .filter_map(|mode| round.modes.get(*mode))
+        .sum();
     let memory = way.server().map(Memory::of).unwrap_or_default();
     let stage = |(name, (sum, count)): (String, (f64, f64))| {
         let (sum_before, count_before) = before.stages.get(&name).copied().unwrap_or_default();
@@ -103,7 +111,11 @@ pub(crate) async fn round(
         rss_server_mib: memory.now,
         peak_server_mib: memory.peak,
         messages: (after.messages - before.messages) / requests,
-        by_prompt: if way.side == Side::Ours { by_prompt as f64 / requests } else { 1.0 },
+        by_prompt: if way.side == Side::Ours {
+            by_prompt as f64 / requests
+        } else {
+            1.0
+        },
         prompt_tokens: stages.remove(PROMPT_TOKENS).unwrap_or(0.0),
         stages,
     })
@@ -111,7 +123,10 @@ pub(crate) async fn round(
 
 /// How many messages Envoy has sent to the server so far.
 async fn messages(http: &reqwest::Client, way: &Way) -> anyhow::Result<f64> {
-    let url = way.stack.standalone().admin_url("/stats?filter=stream_msgs_sent&format=json");
+    let url = way
+        .stack
+        .standalone()
+        .admin_url("/stats?filter=stream_msgs_sent&format=json");
     let stats: Value = http.get(url).send().await?.json().await?;
     let stats = stats["stats"].as_array().into_iter().flatten();
     Ok(stats.filter_map(|stat| stat["value"].as_f64()).sum())
@@ -126,10 +141,19 @@ async fn stages(http: &reqwest::Client, way: &Way) -> anyhow::Result<BTreeMap<St
     if way.side != Side::Ours {
         return Ok(stages);
     }
-    let page = http.get(way.stack.admin_url("/metrics")).send().await?.text().await?;
+    let page = http
+        .get(way.stack.admin_url("/metrics"))
+        .send()
+        .await?
+        .text()
+        .await?;
     for line in page.lines() {
-        let Some((series, value)) = line.rsplit_once(' ') else { continue };
-        let Some((name, labels)) = series.split_once('{') else { continue };
+        let Some((series, value)) = line.rsplit_once(' ') else {
+            continue;
+        };
+        let Some((name, labels)) = series.split_once('{') else {
+            continue;
+        };
         let (name, is_sum) = match (name.strip_suffix("_sum"), name.strip_suffix("_count")) {
             (Some(name), _) => (name, true),
             (_, Some(name)) => (name, false),
@@ -148,7 +172,8 @@ async fn stages(http: &reqwest::Client, way: &Way) -> anyhow::Result<BTreeMap<St
 
 /// The middle of each number of several rounds.
 pub(crate) fn middle(rounds: &[Sample]) -> Sample {
-    let of = |field: fn(&Sample) -> f64| duel::median(&rounds.iter().map(field).collect::<Vec<_>>());
+    let of =
+        |field: fn(&Sample) -> f64| duel::median(&rounds.iter().map(field).collect::<Vec<_>>());
     let mut stages = BTreeMap::<String, Vec<f64>>::new();
     for (name, micros) in rounds.iter().flat_map(|round| &round.stages) {
         stages.entry(name.clone()).or_default().push(*micros);
@@ -168,6 +193,9 @@ pub(crate) fn middle(rounds: &[Sample]) -> Sample {
         messages: of(|round| round.messages),
         by_prompt: of(|round| round.by_prompt),
         prompt_tokens: of(|round| round.prompt_tokens),
-        stages: stages.into_iter().map(|(name, micros)| (name, duel::median(&micros))).collect(),
+        stages: stages
+            .into_iter()
+            .map(|(name, micros)| (name, duel::median(&micros)))
+            .collect(),
     }
 }

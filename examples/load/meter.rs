@@ -11,7 +11,10 @@ pub(crate) struct Cpu(HashMap<u32, u64>);
 impl Cpu {
     /// Of a process; nothing of one that is gone.
     pub(crate) fn of(pid: u32) -> Self {
-        let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let threads = fs::read_dir(format!("/proc/{pid}/task"))
+            .into_iter()
+            .flatten()
+            .flatten();
         let of_thread = |thread: fs::DirEntry| {
             let number = thread.file_name().to_str()?.parse().ok()?;
             let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
@@ -22,7 +25,9 @@ impl Cpu {
 
     /// Microseconds from an earlier reading to this one.
     pub(crate) fn micros_since(&self, earlier: &Self) -> f64 {
-        let of_thread = |(thread, now): (&u32, &u64)| now - earlier.0.get(thread).copied().unwrap_or(0).min(*now);
+        let of_thread = |(thread, now): (&u32, &u64)| {
+            now - earlier.0.get(thread).copied().unwrap_or(0).min(*now)
+        };
         self.0.iter().map(of_thread).sum::<u64>() as f64 / 1e3
     }
 }
@@ -40,8 +45,13 @@ impl Memory {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let field = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name));
-            line.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok()).unwrap_or(0.0) / 1024.0
+            line.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok())
+                .unwrap_or(0.0)
+                / 1024.0
         };
-        Self { now: field("VmRSS:"), peak: field("VmHWM:") }
+        Self {
+            now: field("VmRSS:"),
+            peak: field("VmHWM:"),
+        }
     }
 }

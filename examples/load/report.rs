@@ -25,7 +25,10 @@ pub(crate) struct Measured {
 
 impl Measured {
     pub(crate) fn of(&self, side: Side) -> &[Sample] {
-        self.rounds.iter().find(|(of, _)| *of == side).map_or(&[], |(_, rounds)| rounds)
+        self.rounds
+            .iter()
+            .find(|(of, _)| *of == side)
+            .map_or(&[], |(_, rounds)| rounds)
     }
 
     pub(crate) fn middle(&self, side: Side) -> Sample {
@@ -59,10 +62,18 @@ impl Report {
         let mut out = io::stdout().lock();
         for side in Side::ALL {
             let sample = measured.middle(side);
-            let name = if side == Side::Alone { &measured.case.name } else { "" };
+            let name = if side == Side::Alone {
+                &measured.case.name
+            } else {
+                ""
+            };
             let decision = match (side, sample.stages.get("total")) {
                 (Side::Ours, Some(total)) => {
-                    format!("{:.1} %, {total:.0} µs, {:.0} tokens", sample.by_prompt * 100.0, sample.prompt_tokens)
+                    format!(
+                        "{:.1} %, {total:.0} µs, {:.0} tokens",
+                        sample.by_prompt * 100.0,
+                        sample.prompt_tokens
+                    )
                 }
                 _ => String::new(),
             };
@@ -91,7 +102,9 @@ impl Report {
                 "added_p99_ms": sample.p99_ms - alone.p99_ms,
                 "rounds": measured.of(side).len(),
             });
-            if let (Some(point), Ok(Value::Object(sample))) = (point.as_object_mut(), serde_json::to_value(&sample)) {
+            if let (Some(point), Ok(Value::Object(sample))) =
+                (point.as_object_mut(), serde_json::to_value(&sample))
+            {
                 point.extend(sample);
             }
             self.points.push(point);
@@ -101,7 +114,12 @@ impl Report {
 
     /// The rows of the goals first, then the points.
     pub(crate) fn write_json(&self, path: &Path) -> anyhow::Result<()> {
-        let mut all: Vec<Value> = self.table.rows().iter().map(serde_json::to_value).collect::<Result<_, _>>()?;
+        let mut all: Vec<Value> = self
+            .table
+            .rows()
+            .iter()
+            .map(serde_json::to_value)
+            .collect::<Result<_, _>>()?;
         all.extend(self.points.iter().cloned());
         Ok(duel::write_json(&all, path)?)
     }

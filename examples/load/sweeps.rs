@@ -34,7 +34,13 @@ pub(crate) enum Sweep {
 }
 
 impl Sweep {
-    pub(crate) const ALL: [Self; 5] = [Self::Body, Self::Prompt, Self::Ranks, Self::Streams, Self::Chunks];
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Body,
+        Self::Prompt,
+        Self::Ranks,
+        Self::Streams,
+        Self::Chunks,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -98,15 +104,35 @@ const WARM_UP: Duration = Duration::from_secs(60);
 const CLOSE: Duration = Duration::from_secs(60);
 
 impl Case {
-    fn new(sweep: Sweep, (name, at): (String, Value), (bytes, warm): (usize, bool), connections: usize) -> Self {
+    fn new(
+        sweep: Sweep,
+        (name, at): (String, Value),
+        (bytes, warm): (usize, bool),
+        connections: usize,
+    ) -> Self {
         let name = format!("{name}, {}", if warm { "warm" } else { "cold" });
-        Self { sweep: sweep.name(), at, ..Self::of(name, (bytes, warm), connections) }
+        Self {
+            sweep: sweep.name(),
+            at,
+            ..Self::of(name, (bytes, warm), connections)
+        }
     }
 
     /// A case of its own.
     pub(crate) fn of(name: String, (bytes, warm): (usize, bool), connections: usize) -> Self {
         let (sweep, at) = ("", Value::Null);
-        Self { sweep, name, at, bytes, warm, model: MODEL, shared: None, connections, chunks: 1, held: 0 }
+        Self {
+            sweep,
+            name,
+            at,
+            bytes,
+            warm,
+            model: MODEL,
+            shared: None,
+            connections,
+            chunks: 1,
+            held: 0,
+        }
     }
 }
 
@@ -124,7 +150,11 @@ impl Source {
             false => Self::Cold(Box::new(writer), case.bytes),
             true => {
                 let count = case.connections + MORE_SESSIONS;
-                Self::Warm(Box::new(Sessions::open(writer, system.as_deref(), (case.bytes, count))))
+                Self::Warm(Box::new(Sessions::open(
+                    writer,
+                    system.as_deref(),
+                    (case.bytes, count),
+                )))
             }
         }
     }
@@ -146,25 +176,47 @@ impl Source {
 }
 
 /// Measures one case, the sides in turns.
-pub(crate) async fn measure(bed: &Bed, mut case: Case, extent: &Extent) -> anyhow::Result<Measured> {
+pub(crate) async fn measure(
+    bed: &Bed,
+    mut case: Case,
+    extent: &Extent,
+) -> anyhow::Result<Measured> {
     let http = client::client()?;
     if extent.by_load {
         case.model = UNKNOWN;
         case.name += ", by load";
     }
     // Another case must not send what this one has sent.
-    let seed = extent.seed ^ (case.name.bytes().fold(0, |sum: u64, byte| sum.wrapping_mul(31) + u64::from(byte)) << 8);
+    let seed = extent.seed
+        ^ (case
+            .name
+            .bytes()
+            .fold(0, |sum: u64, byte| sum.wrapping_mul(31) + u64::from(byte))
+            << 8);
     let mut source = Source::of(&case, seed);
     let plan = Plan::new(case.connections, extent.turn).chunks(case.chunks);
     let first = Arc::new(source.first(case.connections));
     for way in &bed.ways {
         // Gently: what was refused for being too much at once would not be known afterwards.
-        let all = Plan { most: WARM_UP, connections: 2, ..plan.clone() };
+        let all = Plan {
+            most: WARM_UP,
+            connections: 2,
+            ..plan.clone()
+        };
         let round = client::drive(&http, &way.url(), &first, &all).await?;
-        ensure!(round.errors.is_empty(), "{}: {}", way.side.name(), round.errors[0]);
+        ensure!(
+            round.errors.is_empty(),
+            "{}: {}",
+            way.side.name(),
+            round.errors[0]
+        );
     }
-    let enough = extent.requests.min((40_000 / case.chunks).max(case.connections));
-    let count = (MOST_BYTES / case.bytes).max(2 * case.connections).min(enough);
+    let enough = extent
+        .requests
+        .min((40_000 / case.chunks).max(case.connections));
+    let count = (MOST_BYTES / case.bytes)
+        .max(2 * case.connections)
+        .min(enough);
     let mut rounds: Vec<_> = Side::ALL.iter().map(|side| (*side, Vec::new())).collect();
     for _ in 0..extent.rounds {
         let bodies = Arc::new(source.next(count));
@@ -184,27 +236,53 @@ pub(crate) async fn measure(bed: &Bed, mut case: Case, extent: &Extent) -> anyho
 
 /// Waits until nothing is open any longer.
 async fn quiet(http: &reqwest::Client, way: &Way) -> anyhow::Result<()> {
-    let url = way.stack.standalone().admin_url("/stats?filter=http.ingress.downstream_rq_active");
+    let url = way
+        .stack
+        .standalone()
+        .admin_url("/stats?filter=http.ingress.downstream_rq_active");
     let ended = async || match http.get(&url).send().await {
-        Ok(page) => page.text().await.is_ok_and(|text| text.trim_end().ends_with(": 0")),
+        Ok(page) => page
+            .text()
+            .await
+            .is_ok_and(|text| text.trim_end().ends_with(": 0")),
         Err(_) => false,
     };
-    ensure!(ports::until(CLOSE, ended).await, "{}: requests are open for {CLOSE:?} after their end", way.side.name());
+    ensure!(
+        ports::until(CLOSE, ended).await,
+        "{}: requests are open for {CLOSE:?} after their end",
+        way.side.name()
+    );
     if way.side == Side::Ours {
         let url = way.stack.admin_url("/metrics");
         let left = async || match http.get(&url).send().await {
-            Ok(page) => page.text().await.is_ok_and(|text| text.contains("warmroute_exchanges_open 0\n")),
+            Ok(page) => page
+                .text()
+                .await
+                .is_ok_and(|text| text.contains("warmroute_exchanges_open 0\n")),
             Err(_) => false,
         };
-        ensure!(ports::until(CLOSE, left).await, "exchanges are open {CLOSE:?} after their requests' end");
+        ensure!(
+            ports::until(CLOSE, left).await,
+            "exchanges are open {CLOSE:?} after their requests' end"
+        );
     }
     Ok(())
 }
 
 /// Runs one sweep and enters what it shows.
-pub(crate) async fn run(sweep: Sweep, extent: &Extent, dir: &Path, report: &mut Report) -> anyhow::Result<()> {
+pub(crate) async fn run(
+    sweep: Sweep,
+    extent: &Extent,
+    dir: &Path,
+    report: &mut Report,
+) -> anyhow::Result<()> {
     let ours = extent.ours.clone();
-    let setting = Setting { workers: WORKERS, watch: false, threads: extent.threads, ours };
+    let setting = Setting {
+        workers: WORKERS,
+        watch: false,
+        threads: extent.threads,
+        ours,
+    };
     let dir = dir.join(sweep.name());
     match sweep {
         Sweep::Body => {
@@ -219,10 +297,19 @@ pub(crate) async fn run(sweep: Sweep, extent: &Extent, dir: &Path, report: &mut 
         }
         Sweep::Ranks => {
             for ranks in points(extent, &[4, 64, 512, 2_048, 4_096], 64) {
-                let bed =
-                    Bed::start(&Setting { workers: ranks, ..setting.clone() }, &dir.join(ranks.to_string())).await?;
+                let bed = Bed::start(
+                    &Setting {
+                        workers: ranks,
+                        ..setting.clone()
+                    },
+                    &dir.join(ranks.to_string()),
+                )
+                .await?;
                 let at = (format!("{ranks} ranks"), json!({"ranks": ranks}));
-                let case = Case { shared: Some(4_000), ..Case::new(sweep, at, (8_000, true), 16) };
+                let case = Case {
+                    shared: Some(4_000),
+                    ..Case::new(sweep, at, (8_000, true), 16)
+                };
                 each(&bed, vec![case], extent, report).await?;
             }
         }
@@ -230,20 +317,43 @@ pub(crate) async fn run(sweep: Sweep, extent: &Extent, dir: &Path, report: &mut 
             let bed = Bed::start(&setting, &dir).await?;
             let case = |held| {
                 let at = (format!("{held} answers open"), json!({"streams": held}));
-                Case { held, ..Case::new(sweep, at, (1_000, false), 8) }
+                Case {
+                    held,
+                    ..Case::new(sweep, at, (1_000, false), 8)
+                }
             };
-            let cases = points(extent, &[1, 10, 100, 1_000, 5_000, 10_000], 1_000).map(case).collect();
+            let cases = points(extent, &[1, 10, 100, 1_000, 5_000, 10_000], 1_000)
+                .map(case)
+                .collect();
             each(&bed, cases, extent, report).await?;
         }
         Sweep::Chunks => {
             for watch in [false, true] {
-                let (dir, seen) = (dir.join(watch.to_string()), if watch { "all" } else { "first" });
-                let bed = Bed::start(&Setting { watch, ..setting.clone() }, &dir).await?;
+                let (dir, seen) = (
+                    dir.join(watch.to_string()),
+                    if watch { "all" } else { "first" },
+                );
+                let bed = Bed::start(
+                    &Setting {
+                        watch,
+                        ..setting.clone()
+                    },
+                    &dir,
+                )
+                .await?;
                 let case = |chunks| {
-                    let at = (format!("{chunks} pieces, {seen} seen"), json!({"chunks": chunks, "seen": seen}));
-                    Case { chunks, ..Case::new(sweep, at, (1_000, false), 8) }
+                    let at = (
+                        format!("{chunks} pieces, {seen} seen"),
+                        json!({"chunks": chunks, "seen": seen}),
+                    );
+                    Case {
+                        chunks,
+                        ..Case::new(sweep, at, (1_000, false), 8)
+                    }
                 };
-                let cases = points(extent, &[1, 10, 100, 1_000, 10_000], 100).map(case).collect();
+                let cases = points(extent, &[1, 10, 100, 1_000, 10_000], 100)
+                    .map(case)
+                    .collect();
                 each(&bed, cases, extent, report).await?;
             }
         }
@@ -251,7 +361,12 @@ pub(crate) async fn run(sweep: Sweep, extent: &Extent, dir: &Path, report: &mut 
     Ok(())
 }
 
-async fn each(bed: &Bed, cases: Vec<Case>, extent: &Extent, report: &mut Report) -> anyhow::Result<Vec<Measured>> {
+async fn each(
+    bed: &Bed,
+    cases: Vec<Case>,
+    extent: &Extent,
+    report: &mut Report,
+) -> anyhow::Result<Vec<Measured>> {
     let mut all = Vec::new();
     for case in cases {
         let measured = measure(bed, case, extent).await?;
@@ -261,17 +376,29 @@ async fn each(bed: &Bed, cases: Vec<Case>, extent: &Extent, report: &mut Report)
     Ok(all)
 }
 
-fn points(extent: &Extent, all: &'static [usize], one: usize) -> impl Iterator<Item = usize> + use<> {
+fn points(
+    extent: &Extent,
+    all: &'static [usize],
+    one: usize,
+) -> impl Iterator<Item = usize> + use<> {
     let short = extent.short;
-    all.iter().copied().filter(move |point| !short || *point == one)
+    all.iter()
+        .copied()
+        .filter(move |point| !short || *point == one)
 }
 
 fn sizes(extent: &Extent) -> Vec<Case> {
-    let sizes = points(extent, &[1_000, 4_000, 32_000, 128_000, 1_000_000, 4_000_000], 4_000);
+    let sizes = points(
+        extent,
+        &[1_000, 4_000, 32_000, 128_000, 1_000_000, 4_000_000],
+        4_000,
+    );
     let case = |bytes: usize| {
         [false, true].map(|warm| {
-            let at =
-                (format!("{} KB, c = 16", bytes / 1_000), json!({"bytes": bytes, "connections": 16, "warm": warm}));
+            let at = (
+                format!("{} KB, c = 16", bytes / 1_000),
+                json!({"bytes": bytes, "connections": 16, "warm": warm}),
+            );
             Case::new(Sweep::Body, at, (bytes, warm), 16)
         })
     };
@@ -286,18 +413,32 @@ fn chats(extent: &Extent) -> Vec<Case> {
             Case::new(Sweep::Body, at, (crate::goals::CHAT, warm), connections)
         })
     };
-    points(extent, &crate::goals::CONNECTIONS, 20).flat_map(case).collect()
+    points(extent, &crate::goals::CONNECTIONS, 20)
+        .flat_map(case)
+        .collect()
 }
 
 /// Bytes of a token of these chats, about.
 const BYTES_PER_TOKEN: f64 = 5.0;
 
 fn prompts(extent: &Extent) -> Vec<Case> {
-    let tokens = points(extent, &[1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000], 16_000);
+    let tokens = points(
+        extent,
+        &[1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000],
+        16_000,
+    );
     let case = |tokens: usize| {
         [false, true].map(|warm| {
-            let at = (format!("{tokens} tokens, c = 2"), json!({"tokens": tokens, "warm": warm}));
-            Case::new(Sweep::Prompt, at, ((tokens as f64 * BYTES_PER_TOKEN) as usize, warm), 2)
+            let at = (
+                format!("{tokens} tokens, c = 2"),
+                json!({"tokens": tokens, "warm": warm}),
+            );
+            Case::new(
+                Sweep::Prompt,
+                at,
+                ((tokens as f64 * BYTES_PER_TOKEN) as usize, warm),
+                2,
+            )
         })
     };
     tokens.flat_map(case).collect()

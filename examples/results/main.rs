@@ -69,14 +69,19 @@ const TABLES: [(&str, &str, &str, &str); 4] = [
 
 #[expect(clippy::print_stdout, reason = "a program that says what it wrote")]
 fn main() -> anyhow::Result<()> {
-    let folder = std::env::args_os().nth(1).map_or_else(|| PathBuf::from("target/results"), PathBuf::from);
+    let folder = std::env::args_os()
+        .nth(1)
+        .map_or_else(|| PathBuf::from("target/results"), PathBuf::from);
     let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches");
     let remarks: Vec<Remark> = read(&benches.join("remarks.json"))?;
     let mut page = page::Page::new(&remarks);
     for (file, title, peer, command) in TABLES {
         // What else a program tells has no goal.
         let rows: Vec<serde_json::Value> = read(&folder.join(file))?;
-        let rows: Vec<Row> = rows.into_iter().filter_map(|row| serde_json::from_value(row).ok()).collect();
+        let rows: Vec<Row> = rows
+            .into_iter()
+            .filter_map(|row| serde_json::from_value(row).ok())
+            .collect();
         page.table(title, peer, command, &rows);
     }
     let points: Vec<Point> = read(&folder.join("growth.json"))?;
@@ -92,6 +97,8 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn read<T: DeserializeOwned>(path: &Path) -> anyhow::Result<T> {
-    let text = std::fs::read(path).with_context(|| format!("{} is made by a bench", path.display()))?;
-    serde_json::from_slice(&text).with_context(|| format!("{} is not what a bench writes", path.display()))
+    let text =
+        std::fs::read(path).with_context(|| format!("{} is made by a bench", path.display()))?;
+    serde_json::from_slice(&text)
+        .with_context(|| format!("{} is not what a bench writes", path.display()))
 }

@@ -24,25 +24,49 @@ impl<'r> Page<'r> {
 
     pub(super) fn table(&mut self, title: &str, peer: &str, command: &str, rows: &[Row]) {
         let missed = rows.iter().filter(|row| !row.met).count();
-        let verdict =
-            if missed == 0 { String::new() } else { format!(" {missed} of {} above their goal.", rows.len()) };
+        let verdict = if missed == 0 {
+            String::new()
+        } else {
+            format!(" {missed} of {} above their goal.", rows.len())
+        };
         self.add(&format!("\n## {title}\n\n`{command}`{verdict}\n\n"));
-        self.add(&format!("| measure | unit | {peer} | ours | ratio | goal | |\n|---|---|--:|--:|--:|--:|---|\n"));
-        for Row { measure, unit, peer, ours, ratio, goal, met } in rows {
+        self.add(&format!(
+            "| measure | unit | {peer} | ours | ratio | goal | |\n|---|---|--:|--:|--:|--:|---|\n"
+        ));
+        for Row {
+            measure,
+            unit,
+            peer,
+            ours,
+            ratio,
+            goal,
+            met,
+        } in rows
+        {
             let goal = goal.map_or_else(String::new, |goal| format!("{goal}"));
             let verdict = if *met { "" } else { "**above**" };
             let (peer, ours, ratio) = (number(*peer), number(*ours), number(*ratio));
-            self.add(&format!("| {measure} | {unit} | {peer} | {ours} | {ratio} | {goal} | {verdict} |\n"));
+            self.add(&format!(
+                "| {measure} | {unit} | {peer} | {ours} | {ratio} | {goal} | {verdict} |\n"
+            ));
         }
-        let told = self.remarks.iter().filter(|remark| rows.iter().any(|row| row.measure.starts_with(&remark.measure)));
-        let told: Vec<String> = told.map(|Remark { measure, text }| format!("* **{measure}**: {text}\n")).collect();
+        let told = self.remarks.iter().filter(|remark| {
+            rows.iter()
+                .any(|row| row.measure.starts_with(&remark.measure))
+        });
+        let told: Vec<String> = told
+            .map(|Remark { measure, text }| format!("* **{measure}**: {text}\n"))
+            .collect();
         if !told.is_empty() {
             self.add(&format!("\n{}", told.concat()));
         }
     }
 
     pub(super) fn plot(&mut self, curve: &Curve<'_>, file: &str) {
-        self.add(&format!("\n## Time of a decision against {}\n\n![]({file})\n\n", curve.name));
+        self.add(&format!(
+            "\n## Time of a decision against {}\n\n![]({file})\n\n",
+            curve.name
+        ));
         for series in &curve.series {
             self.add(&format!("* {}: {}\n", series.name, series.slope()));
         }
@@ -66,12 +90,23 @@ pub(super) fn number(value: f64) -> String {
 fn machine() -> String {
     let mut words = String::new();
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let model = cpu
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let memory =
-        memory.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    let compiler = Command::new("rustc").arg("--version").output().map(|output| output.stdout).unwrap_or_default();
+    let memory = memory.lines().find_map(|line| {
+        line.strip_prefix("MemTotal:")?
+            .trim()
+            .strip_suffix(" kB")?
+            .parse::<u64>()
+            .ok()
+    });
+    let compiler = Command::new("rustc")
+        .arg("--version")
+        .output()
+        .map(|output| output.stdout)
+        .unwrap_or_default();
     let date = jiff::Zoned::now().date();
     let _infallible = write!(
         words,

@@ -21,15 +21,30 @@ pub(super) struct Series<'p> {
 /// The curves among some points, in their order.
 pub(super) fn curves(points: &[Point]) -> Vec<Curve<'_>> {
     let mut curves: Vec<Curve<'_>> = Vec::new();
-    for Point { curve, series, x, y } in points {
-        let at = curves.iter().position(|known| known.name == curve).unwrap_or_else(|| {
-            curves.push(Curve { name: curve, series: Vec::new() });
-            curves.len() - 1
-        });
+    for Point {
+        curve,
+        series,
+        x,
+        y,
+    } in points
+    {
+        let at = curves
+            .iter()
+            .position(|known| known.name == curve)
+            .unwrap_or_else(|| {
+                curves.push(Curve {
+                    name: curve,
+                    series: Vec::new(),
+                });
+                curves.len() - 1
+            });
         let known = &mut curves[at].series;
         match known.iter_mut().find(|known| known.name == series) {
             Some(known) => known.points.push((*x, *y)),
-            None => known.push(Series { name: series, points: vec![(*x, *y)] }),
+            None => known.push(Series {
+                name: series,
+                points: vec![(*x, *y)],
+            }),
         }
     }
     curves
@@ -38,7 +53,9 @@ pub(super) fn curves(points: &[Point]) -> Vec<Curve<'_>> {
 impl Series<'_> {
     /// The slope in words: over all points, and between the last two, where constants no longer hide it.
     pub(super) fn slope(&self) -> String {
-        let [.., (x1, y1), (x2, y2)] = self.points[..] else { return "one point".into() };
+        let [.., (x1, y1), (x2, y2)] = self.points[..] else {
+            return "one point".into();
+        };
         let last = (y2 / y1).ln() / (x2 / x1).ln();
         let (from, to) = (self.points[0], (x2, y2));
         format!(
@@ -77,16 +94,25 @@ pub(super) fn draw(curve: &Curve<'_>) -> anyhow::Result<String> {
             .margin(16)
             .x_label_area_size(40)
             .y_label_area_size(64)
-            .build_cartesian_2d(ends(|point| point.0).log_scale(), ends(|point| point.1).log_scale())
+            .build_cartesian_2d(
+                ends(|point| point.0).log_scale(),
+                ends(|point| point.1).log_scale(),
+            )
             .map_err(failed)?;
         let label = |value: &f64| number(*value);
         let mut mesh = chart.configure_mesh();
-        mesh.x_desc(curve.name).y_desc("us of CPU").x_label_formatter(&label).y_label_formatter(&label);
+        mesh.x_desc(curve.name)
+            .y_desc("us of CPU")
+            .x_label_formatter(&label)
+            .y_label_formatter(&label);
         mesh.light_line_style(WHITE).draw().map_err(failed)?;
         for (series, color) in curve.series.iter().zip([&BLUE, &RED, &GREEN]) {
-            let line = LineSeries::new(series.points.iter().copied(), color.stroke_width(2)).point_size(3);
+            let line =
+                LineSeries::new(series.points.iter().copied(), color.stroke_width(2)).point_size(3);
             let drawn = chart.draw_series(line).map_err(failed)?.label(series.name);
-            drawn.legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+            drawn.legend(move |(x, y)| {
+                PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2))
+            });
         }
         chart
             .configure_series_labels()

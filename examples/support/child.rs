@@ -51,15 +51,29 @@ impl Child {
         let output = output.with_context(|| format!("cannot write {}", log.display()))?;
         let mut bound = bound_to_parent(command);
         // A group of its own: Ctrl-C is for the parent, which then ends its children in its own order.
-        bound.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);
+        bound
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .process_group(0);
 
         let exit = Arc::new(Exit::default());
         let (started, start) = mpsc::channel();
         let reaped = Arc::clone(&exit);
-        std::thread::Builder::new().name(format!("{name} watch")).spawn(move || watch(bound, &started, &reaped))?;
-        let started = start.recv().context("the thread that starts processes died")?;
-        let pid = started.with_context(|| format!("cannot start {}", command.get_program().display()))?;
-        Ok(Self { name: name.to_owned(), pid, log, exit })
+        std::thread::Builder::new()
+            .name(format!("{name} watch"))
+            .spawn(move || watch(bound, &started, &reaped))?;
+        let started = start
+            .recv()
+            .context("the thread that starts processes died")?;
+        let pid =
+            started.with_context(|| format!("cannot start {}", command.get_program().display()))?;
+        Ok(Self {
+            name: name.to_owned(),
+            pid,
+            log,
+            exit,
+        })
     }
 
     /// The name given at start.
@@ -125,7 +139,12 @@ impl Child {
     pub(crate) fn wait_exit(&self, deadline: Instant) -> Option<ExitStatus> {
         let mut status = self.exit.status.lock();
         while status.is_none() {
-            if self.exit.changed.wait_until(&mut status, deadline).timed_out() {
+            if self
+                .exit
+                .changed
+                .wait_until(&mut status, deadline)
+                .timed_out()
+            {
                 break;
             }
         }
@@ -160,7 +179,10 @@ fn watch(mut command: Command, started: &mpsc::Sender<io::Result<Pid>>, exit: &E
     let pid = Pid::from_child(&process);
     _ = started.send(Ok(pid));
     // Waits without reaping, so that the process id stays taken until the lock is held.
-    while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {}
+    while let Err(rustix::io::Errno::INTR) = waitid(
+        WaitId::Pid(pid),
+        WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+    ) {}
     let mut status = exit.status.lock();
     *status = Some(process.wait().unwrap_or_default());
     exit.changed.notify_all();
@@ -169,14 +191,24 @@ fn watch(mut command: Command, started: &mpsc::Sender<io::Result<Pid>>, exit: &E
 /// The same command, killed by the kernel when the thread that starts it ends.
 fn bound_to_parent(command: &Command) -> Command {
     static HAVE_SETPRIV: LazyLock<bool> = LazyLock::new(|| {
-        let probe = Command::new("setpriv").args(["--pdeathsig", "KILL", "--", "true"]).output();
+        let probe = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "--", "true"])
+            .output();
         probe.is_ok_and(|output| output.status.success())
     });
     // The signal is asked for after the start, when the parent may be gone already: then there is nothing to run for.
     let unless_orphaned = r#"test "$PPID" = "$0" && exec "$@""#;
     let mut bound = if *HAVE_SETPRIV {
         let mut setpriv = Command::new("setpriv");
-        setpriv.args(["--pdeathsig", "KILL", "--", "sh", "-c", unless_orphaned, &std::process::id().to_string()]);
+        setpriv.args([
+            "--pdeathsig",
+            "KILL",
+            "--",
+            "sh",
+            "-c",
+            unless_orphaned,
+            &std::process::id().to_string(),
+        ]);
         setpriv.arg(command.get_program());
         setpriv
     } else {
@@ -209,7 +241,15 @@ pub(crate) fn last_lines(text: &str) -> String {
     lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
 }
 
-#[expect(clippy::print_stderr, reason = "the log lies in a run directory that is gone when the failure is read")]
+#[expect(
+    clippy::print_stderr,
+    reason = "the log lies in a run directory that is gone when the failure is read"
+)]
 fn show_tail(child: &Child) {
-    eprintln!("--- last lines of {} ({}) ---\n{}", child.name, child.pid(), child.log_tail());
+    eprintln!(
+        "--- last lines of {} ({}) ---\n{}",
+        child.name,
+        child.pid(),
+        child.log_tail()
+    );
 }

@@ -42,8 +42,12 @@ pub(crate) const DNSMASQ: Debian = Debian {
 };
 
 /// A client of Kubernetes.
-pub(crate) const KUBECTL: Debian =
-    Debian { name: "kubectl", variable: "KUBECTL_BIN", within: "usr/bin/kubectl", packages: &["kubernetes-client"] };
+pub(crate) const KUBECTL: Debian = Debian {
+    name: "kubectl",
+    variable: "KUBECTL_BIN",
+    within: "usr/bin/kubectl",
+    packages: &["kubernetes-client"],
+};
 
 /// A server of messages.
 pub(crate) const NATS: Debian = Debian {
@@ -58,15 +62,27 @@ impl Debian {
     /// directory, which is unpacked there the first time. Blocks for as long as that takes.
     pub(crate) fn command(&self) -> anyhow::Result<Command> {
         if let Some(named) = environment(self.variable).map(PathBuf::from) {
-            ensure!(is_executable(&named), "{} is {}, which is no program", self.variable, named.display());
+            ensure!(
+                is_executable(&named),
+                "{} is {}, which is no program",
+                self.variable,
+                named.display()
+            );
             return Ok(Command::new(named));
         }
         if let Some(found) = on_path(self.name) {
             return Ok(Command::new(found));
         }
-        let program =
-            once(&target_dir()?, &format!("debian-{}", self.name), self.within, |scratch| self.unpack(scratch))?;
-        let root = program.ancestors().nth(Path::new(self.within).components().count()).unwrap_or(Path::new("/"));
+        let program = once(
+            &target_dir()?,
+            &format!("debian-{}", self.name),
+            self.within,
+            |scratch| self.unpack(scratch),
+        )?;
+        let root = program
+            .ancestors()
+            .nth(Path::new(self.within).components().count())
+            .unwrap_or(Path::new("/"));
         let mut command = Command::new(&program);
         command.env("LD_LIBRARY_PATH", libraries(root));
         Ok(command)
@@ -78,12 +94,16 @@ impl Debian {
             "no {} found, and it could not be had from Debian (set {} to use another)",
             self.name, self.variable
         );
-        run(Command::new("apt-get").arg("download").args(self.packages).current_dir(scratch))
-            .context(missing.clone())?;
+        run(Command::new("apt-get")
+            .arg("download")
+            .args(self.packages)
+            .current_dir(scratch))
+        .context(missing.clone())?;
         for entry in std::fs::read_dir(scratch)? {
             let file = entry?.path();
             if file.extension().is_some_and(|extension| extension == "deb") {
-                run(Command::new("dpkg-deb").arg("-x").arg(&file).arg(&root)).context(missing.clone())?;
+                run(Command::new("dpkg-deb").arg("-x").arg(&file).arg(&root))
+                    .context(missing.clone())?;
             }
         }
         Ok(root)
@@ -93,14 +113,27 @@ impl Debian {
 /// Where Debian's libraries lie below a root; one folder for each kind of machine.
 fn libraries(root: &Path) -> OsString {
     let folders = ["usr/lib", "lib"].map(|folder| root.join(folder));
-    let of_machine = folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().flatten();
-    let all: Vec<PathBuf> = of_machine.map(|entry| entry.path()).chain(folders.iter().cloned()).collect();
+    let of_machine = folders
+        .iter()
+        .filter_map(|folder| std::fs::read_dir(folder).ok())
+        .flatten()
+        .flatten();
+    let all: Vec<PathBuf> = of_machine
+        .map(|entry| entry.path())
+        .chain(folders.iter().cloned())
+        .collect();
     std::env::join_paths(all).unwrap_or_default()
 }
 
 fn run(command: &mut Command) -> anyhow::Result<()> {
-    let output = command.output().with_context(|| format!("cannot run {}", command.get_program().display()))?;
+    let output = command
+        .output()
+        .with_context(|| format!("cannot run {}", command.get_program().display()))?;
     let errors = last_lines(&String::from_utf8_lossy(&output.stderr));
-    ensure!(output.status.success(), "{} failed:\n{errors}", command.get_program().display());
+    ensure!(
+        output.status.success(),
+        "{} failed:\n{errors}",
+        command.get_program().display()
+    );
     Ok(())
 }

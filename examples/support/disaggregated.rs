@@ -40,13 +40,24 @@ impl By {
     fn engine(self, role: &str, id: u64) -> anyhow::Result<EngineSpec> {
         let engine = engine(id);
         Ok(match (self, role) {
-            (By::Call, _) => engine.with(&["--kv-connector", "nixl"]).listed(json!({"role": role})),
+            (By::Call, _) => engine
+                .with(&["--kv-connector", "nixl"])
+                .listed(json!({"role": role})),
             (By::Mirror, "prefill") => {
                 let port = FreePort::find()?.release();
-                let meets = ["--disaggregation-mode", "prefill", "--bootstrap-port", &port.to_string()];
-                engine.with(&meets).listed(json!({"role": role, "bootstrap": {"port": port}}))
+                let meets = [
+                    "--disaggregation-mode",
+                    "prefill",
+                    "--bootstrap-port",
+                    &port.to_string(),
+                ];
+                engine
+                    .with(&meets)
+                    .listed(json!({"role": role, "bootstrap": {"port": port}}))
             }
-            (By::Mirror, _) => engine.with(&["--disaggregation-mode", "decode"]).listed(json!({"role": role})),
+            (By::Mirror, _) => engine
+                .with(&["--disaggregation-mode", "decode"])
+                .listed(json!({"role": role})),
         })
     }
 }
@@ -150,7 +161,10 @@ pub(crate) async fn compare(
         let stack = way.start(by, programs, &dir).await?;
         let began = Instant::now();
         let samples = super::replay(&stack, &workload, bar, way.name()).await;
-        let run = Run { samples, took: began.elapsed() };
+        let run = Run {
+            samples,
+            took: began.elapsed(),
+        };
         match way {
             Way::Aggregated => aggregated.push(run),
             Way::Disaggregated => disaggregated.push(run),
@@ -159,14 +173,25 @@ pub(crate) async fn compare(
         last = Some(stack);
     }
     bar.say("done");
-    let samples = || aggregated.iter().chain(&disaggregated).flat_map(|run| &run.samples);
+    let samples = || {
+        aggregated
+            .iter()
+            .chain(&disaggregated)
+            .flat_map(|run| &run.samples)
+    };
     let compared = Compared {
         by: by.name(),
         envoy_version,
         order,
-        requests: workload.sessions.iter().map(|session| session.turns.len()).sum(),
+        requests: workload
+            .sessions
+            .iter()
+            .map(|session| session.turns.len())
+            .sum(),
         first_error: samples().find_map(|sample| sample.error.clone()),
-        remote_prefills: samples().filter(|sample| sample.prefilled_by.is_some()).count(),
+        remote_prefills: samples()
+            .filter(|sample| sample.prefilled_by.is_some())
+            .count(),
         aggregated: Seen::of(&aggregated),
         disaggregated: Seen::of(&disaggregated),
     };
@@ -197,11 +222,16 @@ impl Way {
             return Stack::start(programs, &engines, dir, &json!({})).await;
         }
         let roles = [("prefill", 1), ("prefill", 2), ("decode", 3), ("decode", 4)];
-        let engines = roles.into_iter().map(|(role, id)| by.engine(role, id)).collect::<anyhow::Result<Vec<_>>>()?;
+        let engines = roles
+            .into_iter()
+            .map(|(role, id)| by.engine(role, id))
+            .collect::<anyhow::Result<Vec<_>>>()?;
         let mut stack = Stack::engines(programs, &engines, dir).await?;
         stack.write_workers()?;
         stack.start_router(&configuration(by)).await?;
-        let envoy = stack.standalone().config_of(&format!("disaggregated-{}", by.name()), &[])?;
+        let envoy = stack
+            .standalone()
+            .config_of(&format!("disaggregated-{}", by.name()), &[])?;
         stack.start_envoy(&envoy).await?;
         Ok(stack)
     }
@@ -222,9 +252,14 @@ fn configuration(by: By) -> Value {
 
 impl Seen {
     fn of(runs: &[Run]) -> Self {
-        let samples: Vec<Sample> = runs.iter().flat_map(|run| run.samples.iter().cloned()).collect();
+        let samples: Vec<Sample> = runs
+            .iter()
+            .flat_map(|run| run.samples.iter().cloned())
+            .collect();
         let good = || samples.iter().filter(|sample| sample.error.is_none());
-        let ms = |of: fn(&Sample) -> Option<f64>| Percentiles::of(good().filter_map(of).map(|s| s * 1e3).collect());
+        let ms = |of: fn(&Sample) -> Option<f64>| {
+            Percentiles::of(good().filter_map(of).map(|s| s * 1e3).collect())
+        };
         let took: Vec<f64> = runs.iter().map(|run| run.took.as_secs_f64()).collect();
         let tokens: u64 = good().map(|sample| sample.completion_tokens).sum();
         let figures = replay::figures(&samples);
@@ -232,12 +267,18 @@ impl Seen {
             requests: samples.len(),
             errors: samples.len() - good().count(),
             token_ms: ms(|sample| {
-                let gaps = sample.completion_tokens.checked_sub(1).filter(|gaps| *gaps > 0)?;
+                let gaps = sample
+                    .completion_tokens
+                    .checked_sub(1)
+                    .filter(|gaps| *gaps > 0)?;
                 Some((sample.took - sample.ttft).as_secs_f64() / gaps as f64)
             }),
             pause_ms: ms(|sample| Some(sample.longest_pause.as_secs_f64())),
             answer_ms: ms(|sample| Some(sample.took.as_secs_f64())),
-            ttft_p50_ms: runs.iter().map(|run| replay::figures(&run.samples).ttft_ms.p50).collect(),
+            ttft_p50_ms: runs
+                .iter()
+                .map(|run| replay::figures(&run.samples).ttft_ms.p50)
+                .collect(),
             answer_tokens_per_s: tokens as f64 / took.iter().sum::<f64>(),
             took_s: took,
             ttft_ms: figures.ttft_ms,
@@ -265,9 +306,18 @@ impl Compared {
             return writeln!(out, "{}", serde_json::to_string(self)?);
         }
         let (left, right) = (&self.aggregated, &self.disaggregated);
-        let Self { by, envoy_version, requests, remote_prefills, .. } = self;
+        let Self {
+            by,
+            envoy_version,
+            requests,
+            remote_prefills,
+            ..
+        } = self;
         let order = self.order.join(", ");
-        writeln!(out, "Envoy {envoy_version}, {requests} requests in each run; runs: {order}")?;
+        writeln!(
+            out,
+            "Envoy {envoy_version}, {requests} requests in each run; runs: {order}"
+        )?;
         writeln!(out, "{remote_prefills} prefills by another worker ({by})\n")?;
         writeln!(out, "{:<28}{:>18}{:>18}", "", "4 aggregated", "2 + 2")?;
         for [name, left, right] in rows(left, right) {
@@ -281,28 +331,53 @@ fn rows(left: &Seen, right: &Seen) -> Vec<[String; 3]> {
     let row = |name: &str, of: &dyn Fn(&Seen) -> String| [name.to_owned(), of(left), of(right)];
     let mut rows = Vec::new();
     for (name, of, digits) in [
-        ("time to first token", (|seen| &seen.ttft_ms) as fn(&Seen) -> &Percentiles, 0),
+        (
+            "time to first token",
+            (|seen| &seen.ttft_ms) as fn(&Seen) -> &Percentiles,
+            0,
+        ),
         ("time per further token", |seen| &seen.token_ms, 1),
         ("longest pause in an answer", |seen| &seen.pause_ms, 0),
         ("time to the last token", |seen| &seen.answer_ms, 0),
     ] {
-        for (share, at) in
-            [("p50", (|of| of.p50) as fn(&Percentiles) -> f64), ("p95", |of| of.p95), ("p99", |of| of.p99)]
-        {
-            let name = if share == "p50" { format!("{name} p50") } else { format!("{:1$}{share}", "", name.len() + 1) };
+        for (share, at) in [
+            ("p50", (|of| of.p50) as fn(&Percentiles) -> f64),
+            ("p95", |of| of.p95),
+            ("p99", |of| of.p99),
+        ] {
+            let name = if share == "p50" {
+                format!("{name} p50")
+            } else {
+                format!("{:1$}{share}", "", name.len() + 1)
+            };
             rows.push(row(&name, &|seen| format!("{:.digits$} ms", at(of(seen)))));
         }
     }
     let each = |values: &[f64], unit: &str, digits: usize| {
-        let values: Vec<String> = values.iter().map(|value| format!("{value:.digits$}")).collect();
+        let values: Vec<String> = values
+            .iter()
+            .map(|value| format!("{value:.digits$}"))
+            .collect();
         format!("{} {unit}", values.join(" / "))
     };
-    rows.push(row("first token p50, each run", &|seen| each(&seen.ttft_p50_ms, "ms", 0)));
-    rows.push(row("duration of each run", &|seen| each(&seen.took_s, "s", 1)));
-    rows.push(row("tokens per second", &|seen| format!("{:.0}", seen.answer_tokens_per_s)));
-    rows.push(row("prefix hit rate", &|seen| format!("{:.1} %", seen.hit_rate * 100.0)));
+    rows.push(row("first token p50, each run", &|seen| {
+        each(&seen.ttft_p50_ms, "ms", 0)
+    }));
+    rows.push(row("duration of each run", &|seen| {
+        each(&seen.took_s, "s", 1)
+    }));
+    rows.push(row("tokens per second", &|seen| {
+        format!("{:.0}", seen.answer_tokens_per_s)
+    }));
+    rows.push(row("prefix hit rate", &|seen| {
+        format!("{:.1} %", seen.hit_rate * 100.0)
+    }));
     let balance = |seen: &Seen| {
-        let counts: Vec<String> = seen.requests_per_worker.values().map(ToString::to_string).collect();
+        let counts: Vec<String> = seen
+            .requests_per_worker
+            .values()
+            .map(ToString::to_string)
+            .collect();
         counts.join("/")
     };
     rows.push(row("answers per worker", &balance));

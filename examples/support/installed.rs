@@ -20,14 +20,20 @@ pub(crate) fn once(
     if is_executable(&program) {
         return Ok(program);
     }
-    let lock = File::create(dir.join(format!("{name}.lock"))).with_context(|| format!("cannot install {name}"))?;
+    let lock = File::create(dir.join(format!("{name}.lock")))
+        .with_context(|| format!("cannot install {name}"))?;
     lock.lock()?;
     if is_executable(&program) {
         return Ok(program);
     }
-    let scratch = tempfile::Builder::new().prefix(&format!(".{name}-")).tempdir_in(dir)?;
+    let scratch = tempfile::Builder::new()
+        .prefix(&format!(".{name}-"))
+        .tempdir_in(dir)?;
     let made = make(scratch.path())?;
-    ensure!(is_executable(&made.join(within)), "what was installed for {name} has no executable {within}");
+    ensure!(
+        is_executable(&made.join(within)),
+        "what was installed for {name} has no executable {within}"
+    );
     // What is there without the executable is the rest of a copy that somebody took apart.
     _ = fs::remove_dir_all(&folder);
     fs::rename(&made, &folder).with_context(|| format!("cannot install {}", folder.display()))?;
@@ -43,7 +49,10 @@ pub(crate) fn target_dir() -> anyhow::Result<PathBuf> {
         _ => None,
     };
     // An executable that was moved elsewhere.
-    let target = of_profile.map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target"), Path::to_owned);
+    let target = of_profile.map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("target"),
+        Path::to_owned,
+    );
     fs::create_dir_all(&target)?;
     Ok(target)
 }
@@ -51,7 +60,9 @@ pub(crate) fn target_dir() -> anyhow::Result<PathBuf> {
 /// A program on the path.
 pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
     let path = environment("PATH").unwrap_or_default();
-    std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| is_executable(file))
+    std::env::split_paths(&path)
+        .map(|dir| dir.join(name))
+        .find(|file| is_executable(file))
 }
 
 pub(crate) fn is_executable(file: &Path) -> bool {

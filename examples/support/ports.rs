@@ -72,7 +72,12 @@ impl Slot {
         for turn in 0..slots {
             let start = RANGE.start + (first + turn) % slots * Self::PORTS;
             match TcpListener::bind((Ipv4Addr::LOCALHOST, start)) {
-                Ok(lock) => return Ok(Self { _lock: lock, rest: start + 1..start + Self::PORTS }),
+                Ok(lock) => {
+                    return Ok(Self {
+                        _lock: lock,
+                        rest: start + 1..start + Self::PORTS,
+                    });
+                }
                 Err(error) => last_error = Some(error),
             }
         }
@@ -96,25 +101,42 @@ impl Ready<'_> {
         match self {
             Self::Tcp(address) => TcpStream::connect(address).await.is_ok(),
             Self::Unix(path) => UnixStream::connect(path).await.is_ok(),
-            Self::Http(url) => {
-                http.get(url).send().await.is_ok_and(|answer| answer.status() == reqwest::StatusCode::OK)
-            }
+            Self::Http(url) => http
+                .get(url)
+                .send()
+                .await
+                .is_ok_and(|answer| answer.status() == reqwest::StatusCode::OK),
         }
     }
 }
 
 /// Waits until `ready` answers; fails early, with the last lines of its log, when `child` has ended.
-pub(crate) async fn wait_ready(ready: Ready<'_>, within: Duration, child: &Child) -> anyhow::Result<()> {
+pub(crate) async fn wait_ready(
+    ready: Ready<'_>,
+    within: Duration,
+    child: &Child,
+) -> anyhow::Result<()> {
     // A proxy from the environment has no business on the loopback.
-    let http = warmroute::tls::client().timeout(Duration::from_secs(1)).build()?;
-    let answered = until(within, async || ready.answers(&http).await || !child.is_running()).await;
+    let http = warmroute::tls::client()
+        .timeout(Duration::from_secs(1))
+        .build()?;
+    let answered = until(within, async || {
+        ready.answers(&http).await || !child.is_running()
+    })
+    .await;
     let name = child.name();
     // The log is read once the process has ended: what it says last is why.
     if !child.is_running() {
-        bail!("{name} has ended before it was ready; its last lines:\n{}", child.log_tail());
+        bail!(
+            "{name} has ended before it was ready; its last lines:\n{}",
+            child.log_tail()
+        );
     }
     if !answered {
-        bail!("{name} did not answer at {ready:?} within {within:?}; its last lines:\n{}", child.log_tail());
+        bail!(
+            "{name} did not answer at {ready:?} within {within:?}; its last lines:\n{}",
+            child.log_tail()
+        );
     }
     Ok(())
 }

@@ -58,11 +58,28 @@ enum Pip {
 
 fn pip(python: &OsStr, wanted: Wanted<'_>, into: &Path) -> Result<Pip, PypiError> {
     let mut command = Command::new(python);
-    command.args(["-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]);
-    command.args(["--no-deps", "--no-compile", "--only-binary", ":all:", "--target"]).arg(into);
+    command.args([
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+    ]);
+    command
+        .args([
+            "--no-deps",
+            "--no-compile",
+            "--only-binary",
+            ":all:",
+            "--target",
+        ])
+        .arg(into);
     match wanted {
         Wanted::Package(package) => command.arg(package),
-        Wanted::Hashed(file) => command.args(["--require-hashes", "--requirement"]).arg(file),
+        Wanted::Hashed(file) => command
+            .args(["--require-hashes", "--requirement"])
+            .arg(file),
     };
     // Settings of the user that pip does not accept together with --target.
     command.envs([("PIP_USER", "0"), ("PIP_REQUIRE_VIRTUALENV", "0")]);

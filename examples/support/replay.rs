@@ -45,7 +45,8 @@ pub(crate) struct Sample {
 impl Sample {
     /// Whether the same engine had another request of the same group before its first token, while it had this one.
     fn is_prefilled_beside(&self, other: &Self) -> bool {
-        let alike = self.group == other.group && self.engine == other.engine && !std::ptr::eq(self, other);
+        let alike =
+            self.group == other.group && self.engine == other.engine && !std::ptr::eq(self, other);
         alike && self.sent < other.sent + other.ttft && other.sent < self.sent + self.ttft
     }
 }
@@ -57,14 +58,20 @@ pub(crate) async fn run(
     on_request: impl Fn(&Sample) + Send + Sync + 'static,
 ) -> Vec<Sample> {
     // A proxy from the environment has no business on the loopback.
-    let client = warmroute::tls::client().timeout(Duration::from_secs(120)).build().unwrap_or_default();
+    let client = warmroute::tls::client()
+        .timeout(Duration::from_secs(120))
+        .build()
+        .unwrap_or_default();
     let (began, on_request) = (Instant::now(), Arc::new(on_request));
     let mut sessions = JoinSet::new();
     for session in workload.sessions {
         let (client, url, on_request) = (client.clone(), url.clone(), on_request.clone());
         sessions.spawn(async move {
             tokio::time::sleep(session.arrives.saturating_sub(began.elapsed())).await;
-            converse(&client, &url, (&session, began), |sample| on_request(sample)).await
+            converse(&client, &url, (&session, began), |sample| {
+                on_request(sample)
+            })
+            .await
         });
     }
     sessions.join_all().await.into_iter().flatten().collect()
@@ -84,7 +91,11 @@ async fn converse(
         body["stream"] = json!(true);
         body["stream_options"] = json!({"include_usage": true});
         let sent = began.elapsed();
-        let sample = Sample { group: session.group, sent, ..chat(client, url, &body).await };
+        let sample = Sample {
+            group: session.group,
+            sent,
+            ..chat(client, url, &body).await
+        };
         on_request(&sample);
         let failed = sample.error.is_some();
         answers.push(sample.answer.clone());
@@ -105,15 +116,31 @@ pub(crate) async fn chat(client: &reqwest::Client, url: &str, body: &Value) -> S
     sample
 }
 
-async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut Sample) -> anyhow::Result<()> {
+async fn stream(
+    client: &reqwest::Client,
+    url: &str,
+    body: &Value,
+    sample: &mut Sample,
+) -> anyhow::Result<()> {
     let sent = Instant::now();
     let response = client.post(url).json(body).send().await?;
-    let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let header = |name: &str| {
+        response
+            .headers()
+            .get(name)
+            .and_then(|value| value.to_str().ok())
+            .map(str::to_owned)
+    };
     sample.engine = header("x-engine-id");
     sample.mode = header("x-warmroute-mode");
     sample.prefilled_by = header("x-prefill-instance-id");
-    sample.predicted_tokens = header("x-warmroute-predicted-cached-tokens").and_then(|tokens| tokens.parse().ok());
-    anyhow::ensure!(response.status().is_success(), "status {}", response.status());
+    sample.predicted_tokens =
+        header("x-warmroute-predicted-cached-tokens").and_then(|tokens| tokens.parse().ok());
+    anyhow::ensure!(
+        response.status().is_success(),
+        "status {}",
+        response.status()
+    );
     let mut usage = UsageScanner::default();
     let (mut text, mut chunks) = (Vec::new(), response.bytes_stream());
     let (mut seen, mut last) = (0, Duration::ZERO);
@@ -133,7 +160,9 @@ async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut 
     sample.took = sent.elapsed();
     usage.finish();
     anyhow::ensure!(usage.is_done(), "the stream ended before its end");
-    let told = usage.usage().ok_or_else(|| anyhow::anyhow!("the answer tells no usage"))?;
+    let told = usage
+        .usage()
+        .ok_or_else(|| anyhow::anyhow!("the answer tells no usage"))?;
     sample.prompt_tokens = told.prompt_tokens;
     sample.completion_tokens = told.completion_tokens;
     sample.cached_tokens = told.cached_tokens.unwrap_or(0);
@@ -144,8 +173,19 @@ async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut 
 /// The text that the events of a chat stream add up to.
 fn content(stream: &[u8]) -> String {
     let text = String::from_utf8_lossy(stream);
-    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok());
-    events.filter_map(|event| Some(event.pointer("/choices/0/delta/content")?.as_str()?.to_owned())).collect()
+    let events = text
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok());
+    events
+        .filter_map(|event| {
+            Some(
+                event
+                    .pointer("/choices/0/delta/content")?
+                    .as_str()?
+                    .to_owned(),
+            )
+        })
+        .collect()
 }
 
 /// The figures of one run.
@@ -171,7 +211,11 @@ impl Percentiles {
         values.sort_by(f64::total_cmp);
         let rank = |share: f64| ((values.len() as f64 * share).ceil() as usize).saturating_sub(1);
         let at = |share: f64| values.get(rank(share)).copied().unwrap_or(0.0);
-        Self { p50: at(0.50), p95: at(0.95), p99: at(0.99) }
+        Self {
+            p50: at(0.50),
+            p95: at(0.95),
+            p99: at(0.99),
+        }
     }
 }
 
@@ -194,32 +238,53 @@ pub(crate) struct Prediction {
 
 pub(crate) fn figures(samples: &[Sample]) -> Figures {
     let good = || samples.iter().filter(|sample| sample.error.is_none());
-    let (prompt, cached) =
-        good().fold((0, 0), |(prompt, cached), sample| (prompt + sample.prompt_tokens, cached + sample.cached_tokens));
+    let (prompt, cached) = good().fold((0, 0), |(prompt, cached), sample| {
+        (prompt + sample.prompt_tokens, cached + sample.cached_tokens)
+    });
     let mut requests_per_worker = BTreeMap::new();
     for engine in good().filter_map(|sample| sample.engine.clone()) {
         *requests_per_worker.entry(engine).or_default() += 1;
     }
     Figures {
-        hit_rate: if prompt == 0 { 0.0 } else { cached as f64 / prompt as f64 },
-        ttft_ms: Percentiles::of(good().map(|sample| sample.ttft.as_secs_f64() * 1e3).collect()),
+        hit_rate: if prompt == 0 {
+            0.0
+        } else {
+            cached as f64 / prompt as f64
+        },
+        ttft_ms: Percentiles::of(
+            good()
+                .map(|sample| sample.ttft.as_secs_f64() * 1e3)
+                .collect(),
+        ),
         requests_per_worker,
     }
 }
 
 pub(crate) fn prediction(samples: &[Sample]) -> Prediction {
-    let error = |sample: &Sample| Some(sample.cached_tokens as i64 - sample.predicted_tokens? as i64);
-    let good: Vec<&Sample> = samples.iter().filter(|sample| sample.error.is_none()).collect();
+    let error =
+        |sample: &Sample| Some(sample.cached_tokens as i64 - sample.predicted_tokens? as i64);
+    let good: Vec<&Sample> = samples
+        .iter()
+        .filter(|sample| sample.error.is_none())
+        .collect();
     let errors: Vec<i64> = good.iter().filter_map(|sample| error(sample)).collect();
-    let more = good.iter().filter(|sample| error(sample).is_some_and(|error| error > 0));
+    let more = good
+        .iter()
+        .filter(|sample| error(sample).is_some_and(|error| error > 0));
     let sum: u64 = errors.iter().map(|error| error.unsigned_abs()).sum();
     Prediction {
         requests: errors.len(),
         exact: errors.iter().filter(|error| **error == 0).count(),
         delivered_more: errors.iter().filter(|error| **error > 0).count(),
-        beside_another: more.filter(|sample| good.iter().any(|other| sample.is_prefilled_beside(other))).count(),
+        beside_another: more
+            .filter(|sample| good.iter().any(|other| sample.is_prefilled_beside(other)))
+            .count(),
         delivered_less: errors.iter().filter(|error| **error < 0).count(),
-        mean_abs_error_tokens: if errors.is_empty() { 0.0 } else { sum as f64 / errors.len() as f64 },
+        mean_abs_error_tokens: if errors.is_empty() {
+            0.0
+        } else {
+            sum as f64 / errors.len() as f64
+        },
     }
 }
 
@@ -228,7 +293,12 @@ mod tests {
     use super::*;
 
     /// Sent and answered with the first token at these milliseconds.
-    fn sample(group: usize, engine: &str, (sent, first): (u64, u64), (predicted, cached): (u64, u64)) -> Sample {
+    fn sample(
+        group: usize,
+        engine: &str,
+        (sent, first): (u64, u64),
+        (predicted, cached): (u64, u64),
+    ) -> Sample {
         Sample {
             group,
             engine: Some(engine.to_owned()),
@@ -248,12 +318,40 @@ mod tests {
             assert_eq!(told.exact + told.delivered_more + told.delivered_less, 2);
             (told.delivered_more, told.beside_another)
         };
-        assert_eq!(beside(sample(1, "a", (150, 300), (0, 16))), (1, 1), "behind it");
-        assert_eq!(beside(sample(1, "a", (50, 150), (0, 16))), (1, 1), "before it");
-        assert_eq!(beside(sample(1, "a", (201, 300), (0, 16))), (1, 0), "after its first token");
-        assert_eq!(beside(sample(1, "b", (150, 300), (0, 16))), (1, 0), "elsewhere");
-        assert_eq!(beside(sample(2, "a", (150, 300), (0, 16))), (1, 0), "of another group");
-        assert_eq!(beside(sample(1, "a", (150, 300), (16, 0))), (0, 0), "less than foreseen");
-        assert_eq!(beside(sample(1, "a", (150, 300), (16, 16))), (0, 0), "as foreseen");
+        assert_eq!(
+            beside(sample(1, "a", (150, 300), (0, 16))),
+            (1, 1),
+            "behind it"
+        );
+        assert_eq!(
+            beside(sample(1, "a", (50, 150), (0, 16))),
+            (1, 1),
+            "before it"
+        );
+        assert_eq!(
+            beside(sample(1, "a", (201, 300), (0, 16))),
+            (1, 0),
+            "after its first token"
+        );
+        assert_eq!(
+            beside(sample(1, "b", (150, 300), (0, 16))),
+            (1, 0),
+            "elsewhere"
+        );
+        assert_eq!(
+            beside(sample(2, "a", (150, 300), (0, 16))),
+            (1, 0),
+            "of another group"
+        );
+        assert_eq!(
+            beside(sample(1, "a", (150, 300), (16, 0))),
+            (0, 0),
+            "less than foreseen"
+        );
+        assert_eq!(
+            beside(sample(1, "a", (150, 300), (16, 16))),
+            (0, 0),
+            "as foreseen"
+        );
     }
 }

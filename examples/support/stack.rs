@@ -44,7 +44,12 @@ pub(crate) struct EngineSpec {
 
 impl EngineSpec {
     pub(crate) fn new(id: u64) -> Self {
-        Self { id, replay: true, args: Vec::new(), more: json!({}) }
+        Self {
+            id,
+            replay: true,
+            args: Vec::new(),
+            more: json!({}),
+        }
     }
 
     pub(crate) fn with(mut self, args: &[&str]) -> Self {
@@ -70,26 +75,49 @@ pub(crate) struct Engine {
 
 impl Engine {
     /// Starts an engine on free ports and waits until it answers.
-    pub(crate) async fn start(programs: &Programs, spec: EngineSpec, run_dir: &Path) -> anyhow::Result<Self> {
-        let [http, events, replay] = [FreePort::find()?, FreePort::find()?, FreePort::find()?].map(FreePort::release);
+    pub(crate) async fn start(
+        programs: &Programs,
+        spec: EngineSpec,
+        run_dir: &Path,
+    ) -> anyhow::Result<Self> {
+        let [http, events, replay] =
+            [FreePort::find()?, FreePort::find()?, FreePort::find()?].map(FreePort::release);
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, http));
-        let mut engine = Self { spec, address, events, replay, child: None };
+        let mut engine = Self {
+            spec,
+            address,
+            events,
+            replay,
+            child: None,
+        };
         engine.restart(programs, run_dir).await?;
         Ok(engine)
     }
 
     /// Starts it again, on the same ports and with an empty cache.
-    pub(crate) async fn restart(&mut self, programs: &Programs, run_dir: &Path) -> anyhow::Result<()> {
+    pub(crate) async fn restart(
+        &mut self,
+        programs: &Programs,
+        run_dir: &Path,
+    ) -> anyhow::Result<()> {
         self.child = None;
         let mut command = command(&programs.engine);
         command.arg("--listen").arg(self.address.to_string());
         command.arg("--id").arg(self.spec.id.to_string());
         command.args(["--model", MODEL, "--block-size", &BLOCK_SIZE.to_string()]);
-        command.arg("--tokenizer").arg(model_file("tokenizer.json.gz"));
-        command.arg("--tokenizer-config").arg(model_file("tokenizer_config.json"));
-        command.arg("--events-endpoint").arg(format!("tcp://127.0.0.1:{}", self.events));
+        command
+            .arg("--tokenizer")
+            .arg(model_file("tokenizer.json.gz"));
+        command
+            .arg("--tokenizer-config")
+            .arg(model_file("tokenizer_config.json"));
+        command
+            .arg("--events-endpoint")
+            .arg(format!("tcp://127.0.0.1:{}", self.events));
         if self.spec.replay {
-            command.arg("--replay-endpoint").arg(format!("tcp://127.0.0.1:{}", self.replay));
+            command
+                .arg("--replay-endpoint")
+                .arg(format!("tcp://127.0.0.1:{}", self.replay));
         }
         command.args(&self.spec.args);
         let child = Child::spawn(&format!("engine-{}", self.spec.id), &command, run_dir)?;
@@ -126,11 +154,13 @@ impl Engine {
 
     /// Its entry in the workers file.
     pub(crate) fn entry(&self) -> Value {
-        let mut events = json!({"endpoint": format!("tcp://127.0.0.1:{}", self.events), "topic": ""});
+        let mut events =
+            json!({"endpoint": format!("tcp://127.0.0.1:{}", self.events), "topic": ""});
         if self.spec.replay {
             events["replay"] = json!(format!("tcp://127.0.0.1:{}", self.replay));
         }
-        let mut entry = json!({"id": self.spec.id, "endpoint": self.address.to_string(), "kv_events": events});
+        let mut entry =
+            json!({"id": self.spec.id, "endpoint": self.address.to_string(), "kv_events": events});
         if let (Some(entry), Some(more)) = (entry.as_object_mut(), self.spec.more.as_object()) {
             entry.extend(more.clone());
         }
@@ -152,14 +182,29 @@ pub(crate) struct Stack {
 
 impl Stack {
     /// Starts the engines; warmroute and Envoy come with [`Stack::start_router`] and [`Stack::start_envoy`].
-    pub(crate) async fn engines(programs: &Programs, specs: &[EngineSpec], run_dir: &Path) -> anyhow::Result<Self> {
+    pub(crate) async fn engines(
+        programs: &Programs,
+        specs: &[EngineSpec],
+        run_dir: &Path,
+    ) -> anyhow::Result<Self> {
         fs::create_dir_all(run_dir)?;
-        let starting = specs.iter().map(|spec| Engine::start(programs, spec.clone(), run_dir));
+        let starting = specs
+            .iter()
+            .map(|spec| Engine::start(programs, spec.clone(), run_dir));
         let engines = futures_util::future::try_join_all(starting).await?;
         let ports = [FreePort::find()?, FreePort::find()?, FreePort::find()?];
         let [port, admin_port, envoy_admin_port] = ports.map(FreePort::release);
         let (run_dir, programs) = (run_dir.to_owned(), programs.clone());
-        Ok(Self { run_dir, engines, programs, port, admin_port, envoy_admin_port, router: None, envoy: None })
+        Ok(Self {
+            run_dir,
+            engines,
+            programs,
+            port,
+            admin_port,
+            envoy_admin_port,
+            router: None,
+            envoy: None,
+        })
     }
 
     /// Starts everything with the shipped Envoy configuration; `more` is laid over warmroute's configuration.
@@ -178,7 +223,11 @@ impl Stack {
     }
 
     pub(crate) fn standalone(&self) -> Standalone<'_> {
-        Standalone { run_dir: &self.run_dir, port: self.port, admin_port: self.envoy_admin_port }
+        Standalone {
+            run_dir: &self.run_dir,
+            port: self.port,
+            admin_port: self.envoy_admin_port,
+        }
     }
 
     /// Writes the workers file from the engines, by a rename.
@@ -236,10 +285,19 @@ impl Stack {
     }
 
     /// The same with so many worker threads.
-    pub(crate) async fn start_wide_envoy(&mut self, config: &str, threads: u32) -> anyhow::Result<()> {
+    pub(crate) async fn start_wide_envoy(
+        &mut self,
+        config: &str,
+        threads: u32,
+    ) -> anyhow::Result<()> {
         self.envoy = None;
         let envoy = envoy::start(config, &self.run_dir, threads).await?;
-        ports::wait_ready(Ready::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))), START, &envoy).await?;
+        ports::wait_ready(
+            Ready::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))),
+            START,
+            &envoy,
+        )
+        .await?;
         self.envoy = Some(envoy);
         Ok(())
     }
@@ -260,8 +318,18 @@ impl Stack {
         // Or it would be the old one that says it is ready.
         let page = self.admin_url("/readyz");
         let client = warmroute::tls::client().build()?;
-        let ready = async || client.get(&page).send().await.is_ok_and(|answer| answer.status().is_success());
-        ensure!(ports::until(START, async || !ready().await).await, "the end is not noticed:\n{}", old.log_tail());
+        let ready = async || {
+            client
+                .get(&page)
+                .send()
+                .await
+                .is_ok_and(|answer| answer.status().is_success())
+        };
+        ensure!(
+            ports::until(START, async || !ready().await).await,
+            "the end is not noticed:\n{}",
+            old.log_tail()
+        );
         self.start_router(more).await?;
         Ok(old)
     }
@@ -286,21 +354,35 @@ impl Stack {
     /// One of warmroute's debug pages.
     pub(crate) async fn debug(&self, page: &str) -> anyhow::Result<Value> {
         let client = warmroute::tls::client().build()?;
-        let response = client.get(self.admin_url(&format!("/debug/{page}"))).send().await?;
-        ensure!(response.status().is_success(), "/debug/{page} answers {}", response.status());
+        let response = client
+            .get(self.admin_url(&format!("/debug/{page}")))
+            .send()
+            .await?;
+        ensure!(
+            response.status().is_success(),
+            "/debug/{page} answers {}",
+            response.status()
+        );
         Ok(response.json().await?)
     }
 
     /// Process ids of everything that runs.
     pub(crate) fn pids(&self) -> Vec<u32> {
         let parts = [self.router.as_ref(), self.envoy.as_ref()];
-        parts.into_iter().flatten().map(Child::pid).chain(self.engines.iter().filter_map(Engine::pid)).collect()
+        parts
+            .into_iter()
+            .flatten()
+            .map(Child::pid)
+            .chain(self.engines.iter().filter_map(Engine::pid))
+            .collect()
     }
 }
 
 /// A file of the model that the engines serve.
 pub(crate) fn model_file(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/qwen2.5").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("examples/models/qwen2.5")
+        .join(name)
 }
 
 fn command(program: &[OsString]) -> Command {

@@ -81,18 +81,28 @@ impl Workload {
                 text(&mut rng, &words, len)
             })
             .collect();
-        let mut groups: Vec<usize> =
-            (0..shape.groups).flat_map(|group| std::iter::repeat_n(group, shape.sessions_per_group)).collect();
+        let mut groups: Vec<usize> = (0..shape.groups)
+            .flat_map(|group| std::iter::repeat_n(group, shape.sessions_per_group))
+            .collect();
         groups.shuffle(&mut rng);
         let mut arrives = Duration::ZERO;
         let mut session = |group: usize| {
             // Exponential gaps: users do not wait for one another.
             let gap = -(1.0 - rng.random::<f64>()).ln() / shape.sessions_per_second;
             arrives += Duration::from_secs_f64(gap);
-            let turns = (0..rng.random_range(shape.turns.clone())).map(|_| turn(&mut rng, &words, shape)).collect();
-            Session { group, arrives, system: systems[group].clone(), turns }
+            let turns = (0..rng.random_range(shape.turns.clone()))
+                .map(|_| turn(&mut rng, &words, shape))
+                .collect();
+            Session {
+                group,
+                arrives,
+                system: systems[group].clone(),
+                turns,
+            }
         };
-        Self { sessions: groups.into_iter().map(&mut session).collect() }
+        Self {
+            sessions: groups.into_iter().map(&mut session).collect(),
+        }
     }
 }
 
@@ -146,7 +156,12 @@ mod tests {
     use super::*;
 
     fn shape() -> Shape {
-        Shape { groups: 3, sessions_per_group: 4, turns: 2..=3, ..Shape::default() }
+        Shape {
+            groups: 3,
+            sessions_per_group: 4,
+            turns: 2..=3,
+            ..Shape::default()
+        }
     }
 
     #[test]
@@ -163,29 +178,54 @@ mod tests {
         let mut systems: BTreeMap<usize, BTreeSet<&str>> = BTreeMap::new();
         let mut sessions: BTreeMap<usize, usize> = BTreeMap::new();
         for session in &workload.sessions {
-            systems.entry(session.group).or_default().insert(&session.system);
+            systems
+                .entry(session.group)
+                .or_default()
+                .insert(&session.system);
             *sessions.entry(session.group).or_default() += 1;
             assert!(shape.system_words.contains(&count(&session.system)));
             assert!(shape.turns.contains(&session.turns.len()));
             for turn in &session.turns {
-                assert!(shape.user_words.contains(&count(&turn.user)), "{}", turn.user);
-                assert!(shape.max_tokens.contains(&turn.max_tokens) && shape.think.contains(&turn.think));
+                assert!(
+                    shape.user_words.contains(&count(&turn.user)),
+                    "{}",
+                    turn.user
+                );
+                assert!(
+                    shape.max_tokens.contains(&turn.max_tokens)
+                        && shape.think.contains(&turn.think)
+                );
             }
         }
         assert_eq!(sessions.values().copied().collect::<Vec<_>>(), [4, 4, 4]);
-        assert!(systems.values().all(|texts| texts.len() == 1), "a group shares one system prompt");
+        assert!(
+            systems.values().all(|texts| texts.len() == 1),
+            "a group shares one system prompt"
+        );
         let distinct: BTreeSet<_> = systems.values().flatten().collect();
         assert_eq!(distinct.len(), 3);
     }
 
     #[test]
     fn sessions_begin_one_after_the_other_at_about_the_asked_rate() {
-        let shape = Shape { groups: 10, sessions_per_group: 100, sessions_per_second: 50.0, ..shape() };
+        let shape = Shape {
+            groups: 10,
+            sessions_per_group: 100,
+            sessions_per_second: 50.0,
+            ..shape()
+        };
         let workload = Workload::new(1, &shape);
-        assert!(workload.sessions.is_sorted_by_key(|session| session.arrives));
+        assert!(
+            workload
+                .sessions
+                .is_sorted_by_key(|session| session.arrives)
+        );
         let end = workload.sessions.last().unwrap().arrives.as_secs_f64();
         assert!((15.0..25.0).contains(&end), "{end} s");
-        let first: BTreeSet<_> = workload.sessions[..20].iter().map(|session| session.group).collect();
+        let first: BTreeSet<_> = workload.sessions[..20]
+            .iter()
+            .map(|session| session.group)
+            .collect();
         assert!(first.len() > 5, "groups are mixed: {first:?}");
     }
 
@@ -194,7 +234,12 @@ mod tests {
         let workload = Workload::new(1, &shape());
         let session = &workload.sessions[0];
         let request = session.request("m", &["first answer".into()]);
-        let roles: Vec<_> = request["messages"].as_array().unwrap().iter().map(|m| m["role"].clone()).collect();
+        let roles: Vec<_> = request["messages"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|m| m["role"].clone())
+            .collect();
         assert_eq!(roles, ["system", "user", "assistant", "user"]);
         assert_eq!(request["messages"][2]["content"], "first answer");
         assert_eq!(request["messages"][3]["content"], session.turns[1].user);

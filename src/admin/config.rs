@@ -26,7 +26,12 @@ pub struct AdminConfig {
 
 impl Default for AdminConfig {
     fn default() -> Self {
-        Self { listen: (Ipv4Addr::LOCALHOST, 9901).into(), tls: None, token_file: None, unprotected: false }
+        Self {
+            listen: (Ipv4Addr::LOCALHOST, 9901).into(),
+            tls: None,
+            token_file: None,
+            unprotected: false,
+        }
     }
 }
 
@@ -45,18 +50,24 @@ impl AdminConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(tls) = &self.tls {
-            problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
+            problems.extend(
+                tls.problems()
+                    .into_iter()
+                    .map(|problem| problem.within("tls")),
+            );
         }
         if let Some(file) = &self.token_file
             && let Err(error) = Token::read(file)
         {
             problems.push(Problem::of("token_file", error));
         }
-        let protected = self.token_file.is_some() || self.tls.as_ref().is_some_and(TlsConfig::is_mutual);
+        let protected =
+            self.token_file.is_some() || self.tls.as_ref().is_some_and(TlsConfig::is_mutual);
         if self.unprotected && protected {
             let text = "the pages are protected by a token or by client certificates; keep either that or this";
             problems.push(Problem::of("unprotected", text));
-        } else if !self.unprotected && !protected && !self.listen.ip().to_canonical().is_loopback() {
+        } else if !self.unprotected && !protected && !self.listen.ip().to_canonical().is_loopback()
+        {
             let text = format!(
                 "{} can be reached by others, who would see the fleet; give a `token_file` or `tls.client_ca`, listen on \
                  127.0.0.1, or say `unprotected: true`",
@@ -86,7 +97,11 @@ mod tests {
             ("[::ffff:10.0.0.1]:1", false, true),
             ("0.0.0.0:1", true, false),
         ] {
-            let config = AdminConfig { listen: listen.parse().unwrap(), unprotected, ..AdminConfig::default() };
+            let config = AdminConfig {
+                listen: listen.parse().unwrap(),
+                unprotected,
+                ..AdminConfig::default()
+            };
             assert_eq!(!config.problems().is_empty(), mistaken, "{config:?}");
         }
     }
@@ -96,7 +111,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
         let listen = "0.0.0.0:1".parse().unwrap();
-        let mut config = AdminConfig { listen, token_file: Some(file.clone()), ..AdminConfig::default() };
+        let mut config = AdminConfig {
+            listen,
+            token_file: Some(file.clone()),
+            ..AdminConfig::default()
+        };
         assert_eq!(config.problems().len(), 1, "there is no such file");
         std::fs::write(&file, "secret\n").unwrap();
         assert_eq!(config.problems(), []);

@@ -50,7 +50,10 @@ pub struct WayIn {
 impl WayIn {
     /// None yet.
     pub fn new(body_limit: usize) -> Self {
-        Self { intake: Arc::default(), body_limit: Arc::new(AtomicUsize::new(body_limit)) }
+        Self {
+            intake: Arc::default(),
+            body_limit: Arc::new(AtomicUsize::new(body_limit)),
+        }
     }
 
     /// Reads bodies up to another length from now on.
@@ -64,7 +67,9 @@ impl WayIn {
 
     /// Longest question that is read.
     fn longest(&self) -> usize {
-        self.body_limit().saturating_mul(MOST_ESCAPED).saturating_add(AROUND)
+        self.body_limit()
+            .saturating_mul(MOST_ESCAPED)
+            .saturating_add(AROUND)
     }
 }
 
@@ -90,17 +95,29 @@ pub struct Question {
 
 impl Question {
     /// A question about a body of any kind.
-    pub fn new(path: Option<String>, headers: BTreeMap<String, String>, body: Vec<u8>) -> serde_json::Result<Self> {
+    pub fn new(
+        path: Option<String>,
+        headers: BTreeMap<String, String>,
+        body: Vec<u8>,
+    ) -> serde_json::Result<Self> {
         let (body, bytes) = match String::from_utf8(body) {
             Ok(text) => (Some(serde_json::value::to_raw_value(&text)?), None),
             Err(error) => (None, Some(error.into_bytes())),
         };
-        Ok(Self { path, headers, pool: None, body, bytes })
+        Ok(Self {
+            path,
+            headers,
+            pool: None,
+            body,
+            bytes,
+        })
     }
 
     /// The body byte for byte; `None` where there is none.
     pub fn body(&self) -> serde_json::Result<Option<Bytes>> {
-        let Some(body) = &self.body else { return Ok(self.bytes.clone().map(Bytes::from)) };
+        let Some(body) = &self.body else {
+            return Ok(self.bytes.clone().map(Bytes::from));
+        };
         let text = match body.get().starts_with('"') {
             true => serde_json::from_str(body.get())?,
             false => body.get().to_owned(),
@@ -112,26 +129,41 @@ impl Question {
     pub fn seen(body: Bytes, limit: usize) -> Body {
         match body.len() {
             0 => Body::Absent,
-            length if length > limit => Body::TooLarge { shown: body, bytes: length as u64 },
+            length if length > limit => Body::TooLarge {
+                shown: body,
+                bytes: length as u64,
+            },
             _ => Body::Whole(body),
         }
     }
 
     /// A header by its name in any case.
     pub fn header(&self, name: &str) -> Option<Cow<'_, str>> {
-        let found = self.headers.iter().find(|(key, _)| key.eq_ignore_ascii_case(name));
+        let found = self
+            .headers
+            .iter()
+            .find(|(key, _)| key.eq_ignore_ascii_case(name));
         found.map(|(_, value)| Cow::Borrowed(value.as_str()))
     }
 
     /// The pool that the request is confined to.
     pub fn pool_for(&self, intake: &Intake, path: &str) -> Option<Arc<str>> {
-        self.pool.clone().or_else(|| intake.pool_of(path, &|name: &str| self.header(name)))
+        self.pool
+            .clone()
+            .or_else(|| intake.pool_of(path, &|name: &str| self.header(name)))
     }
 
     /// Replaces the model of the body as for a real request. The second value is the model that the client requested, if it was
     /// replaced.
-    pub fn rewrite(&self, intake: &Intake, pool: Option<&str>, body: Body) -> (Body, Option<String>) {
-        let Body::Whole(bytes) = &body else { return (body, None) };
+    pub fn rewrite(
+        &self,
+        intake: &Intake,
+        pool: Option<&str>,
+        body: Body,
+    ) -> (Body, Option<String>) {
+        let Body::Whole(bytes) = &body else {
+            return (body, None);
+        };
         match intake.rewrite(pool, &|name: &str| self.header(name), bytes, rand::random()) {
             Some(rewritten) => (Body::Whole(rewritten.bytes), rewritten.requested),
             None => (body, None),
@@ -152,7 +184,10 @@ fn guess(body: &[u8]) -> &'static str {
         prompt: Option<IgnoredAny>,
     }
     match serde_json::from_slice(body) {
-        Ok(Shape { messages: None, prompt: Some(_) }) => COMPLETIONS,
+        Ok(Shape {
+            messages: None,
+            prompt: Some(_),
+        }) => COMPLETIONS,
         _ => CHAT,
     }
 }
@@ -160,15 +195,21 @@ fn guess(body: &[u8]) -> &'static str {
 /// The page, for as few askers at once as do not get in the way of what is routed.
 pub(super) fn page() -> MethodRouter<Admin> {
     let places = Arc::new(Semaphore::new(AT_ONCE));
-    post(move |State(admin): State<Admin>, mut asked: Request| async move {
-        DefaultBodyLimit::max(admin.way_in.longest()).apply(&mut asked);
-        // Before the body is read, so that refused ones take no memory.
-        let Ok(_place) = places.try_acquire() else {
-            let text = format!("{AT_ONCE} questions are being answered already; ask again when they are done");
-            return refusal(StatusCode::TOO_MANY_REQUESTS, &text);
-        };
-        explain(&admin, asked).await.unwrap_or_else(|refused| refused)
-    })
+    post(
+        move |State(admin): State<Admin>, mut asked: Request| async move {
+            DefaultBodyLimit::max(admin.way_in.longest()).apply(&mut asked);
+            // Before the body is read, so that refused ones take no memory.
+            let Ok(_place) = places.try_acquire() else {
+                let text = format!(
+                    "{AT_ONCE} questions are being answered already; ask again when they are done"
+                );
+                return refusal(StatusCode::TOO_MANY_REQUESTS, &text);
+            };
+            explain(&admin, asked)
+                .await
+                .unwrap_or_else(|refused| refused)
+        },
+    )
 }
 
 async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
@@ -176,30 +217,60 @@ async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
         let text = "the tokenizers are still being loaded; /readyz says when they are there";
         return Err(refusal(StatusCode::SERVICE_UNAVAILABLE, text));
     };
-    let accept = asked.headers().get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let accept = asked
+        .headers()
+        .get(header::ACCEPT)
+        .and_then(|value| value.to_str().ok());
     let as_table = accept.is_some_and(|wanted| wanted.contains("text/plain"));
     let arrived = tokio::time::timeout(ARRIVAL, Bytes::from_request(asked, &())).await;
-    let late = |_| refusal(StatusCode::REQUEST_TIMEOUT, "the question did not arrive in time");
-    let text = arrived.map_err(late)?.map_err(IntoResponse::into_response)?;
+    let late = |_| {
+        refusal(
+            StatusCode::REQUEST_TIMEOUT,
+            "the question did not arrive in time",
+        )
+    };
+    let text = arrived
+        .map_err(late)?
+        .map_err(IntoResponse::into_response)?;
     let limit = admin.way_in.body_limit();
     // Long ones take long enough to be in others' way.
     let read = tokio::task::spawn_blocking(move || read(&text, limit)).await;
-    let failed = |_| refusal(StatusCode::INTERNAL_SERVER_ERROR, "the question could not be read");
-    let (question, path, seen) = read.map_err(failed)?.map_err(|wrong| refusal(StatusCode::BAD_REQUEST, &wrong))?;
+    let failed = |_| {
+        refusal(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the question could not be read",
+        )
+    };
+    let (question, path, seen) = read
+        .map_err(failed)?
+        .map_err(|wrong| refusal(StatusCode::BAD_REQUEST, &wrong))?;
     let pool = question.pool_for(&intake, &path);
     let (body, requested_model) = question.rewrite(&intake, pool.as_deref(), seen);
-    let taken = intake.take_for(pool, &path, &|name| question.header(name), &body).await;
-    let mut explanation = admin.entrance.explain(taken.request, taken.session.as_ref());
+    let taken = intake
+        .take_for(pool, &path, &|name| question.header(name), &body)
+        .await;
+    let mut explanation = admin
+        .entrance
+        .explain(taken.request, taken.session.as_ref());
     explanation.requested_model = requested_model;
     debug!(path, "explained: {}", explanation.sentence);
-    Ok(if as_table { table::render(&explanation).into_response() } else { Json(explanation).into_response() })
+    Ok(if as_table {
+        table::render(&explanation).into_response()
+    } else {
+        Json(explanation).into_response()
+    })
 }
 
 /// The question, its path and its body, or what is wrong with it.
 fn read(text: &[u8], limit: usize) -> Result<(Question, String, Body), String> {
-    let no_question = |error| format!("this is no question of the form {{\"path\", \"headers\", \"body\"}}: {error}");
+    let no_question = |error| {
+        format!("this is no question of the form {{\"path\", \"headers\", \"body\"}}: {error}")
+    };
     let question: Question = serde_json::from_slice(text).map_err(no_question)?;
-    let body = question.body().map_err(|error| format!("the body is no text: {error}"))?.unwrap_or_default();
+    let body = question
+        .body()
+        .map_err(|error| format!("the body is no text: {error}"))?
+        .unwrap_or_default();
     let path = question.path_for(&body).to_owned();
     Ok((question, path, Question::seen(body, limit)))
 }

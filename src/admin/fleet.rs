@@ -14,7 +14,10 @@ pub(super) async fn page(State(admin): State<Admin>) -> Json<Value> {
 fn fleet(router: &Router) -> Value {
     let fleet = router.fleet();
     let mut page = json!(*fleet);
-    let members = page["members"].as_array_mut().map(Vec::as_mut_slice).unwrap_or_default();
+    let members = page["members"]
+        .as_array_mut()
+        .map(Vec::as_mut_slice)
+        .unwrap_or_default();
     for (shown, member) in members.iter_mut().zip(fleet.members()) {
         let mut source = json!(router.trust(member.rank));
         let facts = json!(router.sources().facts(member.rank));

@@ -5,7 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::entrance::Entrance;
 use crate::metrics::{
-    ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankLabels, RankTierLabels, RankTrustLabels, SettingLabel,
+    ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankLabels, RankTierLabels,
+    RankTrustLabels, SettingLabel,
 };
 use crate::router::Router;
 use crate::tier::Tier;
@@ -27,7 +28,10 @@ pub(super) fn refresh(metrics: &Metrics, entrance: &Entrance) {
         metrics.session_requests.set(counts.running as i64);
     }
     for (model, role, error) in router.prefill_time_errors() {
-        metrics.prefill_time_error.get_or_create(&ModelRoleLabels::new(&model, Some(role))).set(error);
+        metrics
+            .prefill_time_error
+            .get_or_create(&ModelRoleLabels::new(&model, Some(role)))
+            .set(error);
     }
 }
 
@@ -38,7 +42,10 @@ fn labels_of(router: &Router, rank: WorkerRank) -> RankLabels {
 
 fn start_roles_at_zero(metrics: &Metrics, router: &Router) {
     let fleet = router.fleet();
-    let roles: BTreeSet<_> = fleet.workers().map(|worker| (&worker.model, worker.role)).collect();
+    let roles: BTreeSet<_> = fleet
+        .workers()
+        .map(|worker| (&worker.model, worker.role))
+        .collect();
     for (model, role) in roles {
         metrics.start_role_at_zero(model, role);
     }
@@ -57,15 +64,22 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
     gaps.clear();
     lost.clear();
     stale_blocks.clear();
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64());
     for member in router.fleet().members() {
         let label = RankLabels::new(member.rank, Some(member.worker.role));
         let trust = router.trust(member.rank).trust;
         for state in Trust::ALL {
             let labels = RankTrustLabels::new(&label, state.as_str());
-            metrics.kv_event_source_trust.get_or_create(&labels).set(i64::from(state == trust));
+            metrics
+                .kv_event_source_trust
+                .get_or_create(&labels)
+                .set(i64::from(state == trust));
         }
-        let Some(facts) = router.sources().facts(member.rank) else { continue };
+        let Some(facts) = router.sources().facts(member.rank) else {
+            continue;
+        };
         if let Some(seconds) = facts.lag_seconds {
             lag.get_or_create(&label).set(seconds);
         }
@@ -74,14 +88,26 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
         }
         gaps.get_or_create(&label).inc_by(facts.gaps);
         lost.get_or_create(&label).inc_by(facts.lost_batches);
-        stale_blocks.get_or_create(&label).set(gauge(facts.doubted_blocks));
+        stale_blocks
+            .get_or_create(&label)
+            .set(gauge(facts.doubted_blocks));
     }
     metrics.setting_mismatches.clear();
     for setting in crate::learned::SETTINGS {
         metrics.start_setting_at_zero(setting);
     }
-    for mismatch in router.sources().all_learned().values().flat_map(|(_, mismatches)| mismatches) {
-        metrics.setting_mismatches.get_or_create(&SettingLabel { setting: mismatch.setting }).inc();
+    for mismatch in router
+        .sources()
+        .all_learned()
+        .values()
+        .flat_map(|(_, mismatches)| mismatches)
+    {
+        metrics
+            .setting_mismatches
+            .get_or_create(&SettingLabel {
+                setting: mismatch.setting,
+            })
+            .inc();
     }
 }
 
@@ -89,7 +115,9 @@ fn refresh_predictions(metrics: &Metrics, router: &Router) {
     metrics.worker_predicted_blocks.clear();
     for rank in router.predictions().stats() {
         // Two predictors may cover one rank. The one that retains blocks longer also holds the blocks of the other.
-        let blocks = metrics.worker_predicted_blocks.get_or_create_owned(&labels_of(router, rank.rank));
+        let blocks = metrics
+            .worker_predicted_blocks
+            .get_or_create_owned(&labels_of(router, rank.rank));
         blocks.set(blocks.get().max(gauge(rank.blocks)));
     }
 }
@@ -97,12 +125,23 @@ fn refresh_predictions(metrics: &Metrics, router: &Router) {
 fn refresh_queue(metrics: &Metrics, entrance: &Entrance) {
     metrics.queue_outcomes.clear();
     for standing in entrance.admission().standing() {
-        let label = ClassLabel { class: standing.class.to_string() };
+        let label = ClassLabel {
+            class: standing.class.to_string(),
+        };
         let pending = standing.pending;
         let tally = standing.tally;
-        metrics.queue_requests.get_or_create(&label).set(gauge(pending.requests));
-        metrics.queue_prompt_tokens.get_or_create(&label).set(gauge(pending.prompt_tokens));
-        metrics.queue_cached_tokens.get_or_create(&label).set(gauge(pending.cached_tokens));
+        metrics
+            .queue_requests
+            .get_or_create(&label)
+            .set(gauge(pending.requests));
+        metrics
+            .queue_prompt_tokens
+            .get_or_create(&label)
+            .set(gauge(pending.prompt_tokens));
+        metrics
+            .queue_cached_tokens
+            .get_or_create(&label)
+            .set(gauge(pending.cached_tokens));
         let outcomes = [
             ("waited", tally.waited),
             ("over_requests", tally.over_requests),
@@ -112,7 +151,10 @@ fn refresh_queue(metrics: &Metrics, entrance: &Entrance) {
             ("left", tally.left),
         ];
         for (outcome, count) in outcomes {
-            let labels = ClassOutcomeLabels { class: label.class.clone(), outcome };
+            let labels = ClassOutcomeLabels {
+                class: label.class.clone(),
+                outcome,
+            };
             metrics.queue_outcomes.get_or_create(&labels).inc_by(count);
         }
     }
@@ -133,16 +175,25 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
     for load in router.load().snapshot() {
         let label = labels_of(router, load.rank);
         blocks.get_or_create(&label).set(gauge(load.active_blocks));
-        prefill.get_or_create(&label).set(gauge(load.active_prefill_tokens));
-        requests.get_or_create(&label).set(gauge(load.active_requests));
+        prefill
+            .get_or_create(&label)
+            .set(gauge(load.active_prefill_tokens));
+        requests
+            .get_or_create(&label)
+            .set(gauge(load.active_requests));
         // A rank without an event source has no row in the index: unknown is not zero.
-        let Some(held) = held.iter().find(|held| held.slot == load.slot) else { continue };
+        let Some(held) = held.iter().find(|held| held.slot == load.slot) else {
+            continue;
+        };
         let counts = held.counts;
         let tiers = [counts.device, counts.host, counts.disk, counts.external];
         for (tier, count) in Tier::ALL.into_iter().zip(tiers) {
             let labels = RankTierLabels::new(&label, tier);
             cached.get_or_create(&labels).set(gauge(count));
-            metrics.worker_cached_blocks_limit.get_or_create(&labels).set(gauge(held.limits.of(tier)));
+            metrics
+                .worker_cached_blocks_limit
+                .get_or_create(&labels)
+                .set(gauge(held.limits.of(tier)));
         }
     }
 }

@@ -32,14 +32,23 @@ impl Token {
     /// Reads the file; what is wrong with it, where it cannot be used.
     pub fn load(path: PathBuf, metrics: Arc<Metrics>) -> Result<Arc<Self>, String> {
         let hash = ArcSwap::from_pointee(Self::read(&path)?);
-        Ok(Arc::new(Self { path, hash, trouble: Mutex::new(None), metrics }))
+        Ok(Arc::new(Self {
+            path,
+            hash,
+            trouble: Mutex::new(None),
+            metrics,
+        }))
     }
 
     pub(super) fn read(path: &Path) -> Result<blake3::Hash, String> {
-        let text = std::fs::read(path).map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+        let text = std::fs::read(path)
+            .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
         let token = text.trim_ascii();
         if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {
-            return Err(format!("{} is not one line of letters, digits and signs; put a token there", path.display()));
+            return Err(format!(
+                "{} is not one line of letters, digits and signs; put a token there",
+                path.display()
+            ));
         }
         Ok(blake3::hash(token))
     }
@@ -48,13 +57,21 @@ impl Token {
     fn admits(&self, headers: &HeaderMap) -> bool {
         let mut given = headers.get_all(header::AUTHORIZATION).iter();
         // Of two, nobody can say which one is meant.
-        let (Some(value), None) = (given.next(), given.next()) else { return false };
-        let Some((scheme, token)) = value.as_bytes().split_at_checked("Bearer ".len()) else { return false };
-        scheme.eq_ignore_ascii_case(b"Bearer ") && blake3::hash(token.trim_ascii()) == **self.hash.load()
+        let (Some(value), None) = (given.next(), given.next()) else {
+            return false;
+        };
+        let Some((scheme, token)) = value.as_bytes().split_at_checked("Bearer ".len()) else {
+            return false;
+        };
+        scheme.eq_ignore_ascii_case(b"Bearer ")
+            && blake3::hash(token.trim_ascii()) == **self.hash.load()
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics.admin_token_reloads.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .admin_token_reloads
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 }
 
@@ -76,7 +93,10 @@ impl Secret for Token {
             }
             Err(error) => {
                 if trouble.as_ref() != Some(&error) {
-                    warn!(error, "token for the admin pages not usable; the one in use is kept");
+                    warn!(
+                        error,
+                        "token for the admin pages not usable; the one in use is kept"
+                    );
                     self.count("invalid");
                 }
                 *trouble = Some(error);
@@ -94,7 +114,12 @@ async fn check(State(token): State<Arc<Token>>, request: Request, next: Next) ->
     if PROBES.contains(&request.uri().path()) || token.admits(request.headers()) {
         return next.run(request).await;
     }
-    (StatusCode::UNAUTHORIZED, [(header::WWW_AUTHENTICATE, "Bearer")], "this page asks for the token\n").into_response()
+    (
+        StatusCode::UNAUTHORIZED,
+        [(header::WWW_AUTHENTICATE, "Bearer")],
+        "this page asks for the token\n",
+    )
+        .into_response()
 }
 
 #[cfg(test)]
@@ -102,7 +127,10 @@ mod tests {
     use super::*;
 
     fn headers(values: &[&str]) -> HeaderMap {
-        values.iter().map(|value| (header::AUTHORIZATION, value.parse().unwrap())).collect()
+        values
+            .iter()
+            .map(|value| (header::AUTHORIZATION, value.parse().unwrap()))
+            .collect()
     }
 
     #[test]
@@ -135,11 +163,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         let metrics = Arc::new(Metrics::new());
-        assert!(Token::load(path.clone(), metrics.clone()).is_err(), "there is no file");
+        assert!(
+            Token::load(path.clone(), metrics.clone()).is_err(),
+            "there is no file"
+        );
         std::fs::write(&path, "one").unwrap();
         let token = Token::load(path.clone(), metrics.clone()).unwrap();
         let counts = || {
-            let count = |outcome| metrics.admin_token_reloads.get_or_create(&OutcomeLabel { outcome }).get();
+            let count = |outcome| {
+                metrics
+                    .admin_token_reloads
+                    .get_or_create(&OutcomeLabel { outcome })
+                    .get()
+            };
             (count("applied"), count("invalid"))
         };
         for (content, admitted, counted) in [
@@ -151,10 +187,16 @@ mod tests {
         ] {
             std::fs::write(&path, content).unwrap();
             token.reload();
-            assert!(token.admits(&headers(&[&format!("Bearer {admitted}")])), "{content:?}");
+            assert!(
+                token.admits(&headers(&[&format!("Bearer {admitted}")])),
+                "{content:?}"
+            );
             assert_eq!(counts(), counted, "{content:?}");
         }
-        assert!(!token.admits(&headers(&["Bearer one"])), "the old one is worth nothing");
+        assert!(
+            !token.admits(&headers(&["Bearer one"])),
+            "the old one is worth nothing"
+        );
         std::fs::remove_file(&path).unwrap();
         token.reload();
         assert!(token.admits(&headers(&["Bearer two"])));

@@ -22,7 +22,11 @@ pub trait Placing: Send + Sync + 'static {
 
     /// Places a request where a worker is not busy by `gate`. It runs while the queue is locked: it must be quick, and must
     /// not come back to admission but for [`Admission::nudge`](super::Admission::nudge).
-    fn place(&self, request: &mut Self::Request, gate: &Gate) -> Attempt<Self::Placed, Self::Refusal>;
+    fn place(
+        &self,
+        request: &mut Self::Request,
+        gate: &Gate,
+    ) -> Attempt<Self::Placed, Self::Refusal>;
 
     /// The request waited for long: looks again what the caches hold of it. Runs where `place` runs.
     fn refresh(&self, request: &mut Self::Request);

@@ -28,8 +28,11 @@ impl Gate {
     /// Whether a worker rank with this much prefill outstanding is busy; `batch` is what one engine step of it takes.
     pub fn busy(&self, prefill_tokens: u64, batch: Option<u64>) -> bool {
         let batch = batch.unwrap_or(UNKNOWN_BATCH) as f64;
-        self.prefill_tokens.is_some_and(|most| prefill_tokens > most)
-            || self.prefill_fraction.is_some_and(|fraction| prefill_tokens as f64 > fraction * batch)
+        self.prefill_tokens
+            .is_some_and(|most| prefill_tokens > most)
+            || self
+                .prefill_fraction
+                .is_some_and(|fraction| prefill_tokens as f64 > fraction * batch)
     }
 }
 
@@ -129,24 +132,44 @@ struct Family {
 impl Classes {
     /// The classes of settings without problems.
     pub fn new(config: &QueueConfig) -> Self {
-        let mut classes = Self { all: config.resolved(), explicit: vec![], families: vec![], default: None };
+        let mut classes = Self {
+            all: config.resolved(),
+            explicit: vec![],
+            families: vec![],
+            default: None,
+        };
         for (at, class) in config.classes.iter().enumerate() {
             let (Some(family), Some(bucket)) = (&class.family, &class.bucket) else {
                 classes.explicit.push(ClassId(at));
                 continue;
             };
-            let least = config.uncached_buckets.iter().find(|known| known.bucket == *bucket);
+            let least = config
+                .uncached_buckets
+                .iter()
+                .find(|known| known.bucket == *bucket);
             let least = least.map_or(0, |known| known.min_tokens);
-            let known = classes.families.iter().position(|known| known.name == *family);
+            let known = classes
+                .families
+                .iter()
+                .position(|known| known.name == *family);
             let known = known.unwrap_or_else(|| {
-                classes.families.push(Family { name: family.clone(), buckets: vec![] });
+                classes.families.push(Family {
+                    name: family.clone(),
+                    buckets: vec![],
+                });
                 classes.families.len() - 1
             });
             classes.families[known].buckets.push((least, ClassId(at)));
         }
-        classes.families.iter_mut().for_each(|family| family.buckets.sort_unstable());
+        classes
+            .families
+            .iter_mut()
+            .for_each(|family| family.buckets.sort_unstable());
         let default = config.default_family.as_deref();
-        classes.default = classes.families.iter().position(|family| Some(family.name.as_str()) == default);
+        classes.default = classes
+            .families
+            .iter()
+            .position(|family| Some(family.name.as_str()) == default);
         classes
     }
 
@@ -156,9 +179,18 @@ impl Classes {
         if let Some(id) = self.explicit.iter().find(explicit) {
             return *id;
         }
-        let named = self.families.iter().find(|family| Some(family.name.as_str()) == asked);
+        let named = self
+            .families
+            .iter()
+            .find(|family| Some(family.name.as_str()) == asked);
         let family = named.or(self.default.map(|default| &self.families[default]));
-        let fits = |family: &Family| family.buckets.iter().rfind(|(least, _)| *least <= uncached).map(|(_, id)| *id);
+        let fits = |family: &Family| {
+            family
+                .buckets
+                .iter()
+                .rfind(|(least, _)| *least <= uncached)
+                .map(|(_, id)| *id)
+        };
         family.and_then(fits).unwrap_or(ClassId(0))
     }
 

@@ -107,11 +107,19 @@ impl Default for QueueConfig {
 impl QueueConfig {
     /// The classes with everything they take from the queue; one where none are listed.
     pub(super) fn resolved(&self) -> Vec<Class> {
-        let gate =
-            Gate { prefill_tokens: self.prefill_busy_threshold, prefill_fraction: self.prefill_busy_threshold_frac };
+        let gate = Gate {
+            prefill_tokens: self.prefill_busy_threshold,
+            prefill_fraction: self.prefill_busy_threshold_frac,
+        };
         if self.classes.is_empty() {
             let limits = Limits::default();
-            return vec![Class { name: ONLY_CLASS.into(), policy: self.policy, quantum: 1, gate, limits }];
+            return vec![Class {
+                name: ONLY_CLASS.into(),
+                policy: self.policy,
+                quantum: 1,
+                gate,
+                limits,
+            }];
         }
         let resolve = |class: &ClassConfig| {
             let own = Gate {
@@ -138,11 +146,16 @@ impl QueueConfig {
         let mut problems = Vec::new();
         problems.extend(fraction(self.prefill_busy_threshold_frac));
         if self.deadline.get().is_zero() {
-            problems.push(Problem::of("deadline", "nobody can wait for 0s; the default is 30s"));
+            problems.push(Problem::of(
+                "deadline",
+                "nobody can wait for 0s; the default is 30s",
+            ));
         }
         if self.deadline.get() > LONGEST_WAIT {
-            let text =
-                format!("{} is longer than any client waits; give at most 1d, the default is 30s", self.deadline);
+            let text = format!(
+                "{} is longer than any client waits; give at most 1d, the default is 30s",
+                self.deadline
+            );
             problems.push(Problem::of("deadline", text));
         }
         if self.retry_after.get() < Duration::from_secs(1) {
@@ -159,7 +172,11 @@ impl QueueConfig {
         problems.extend(self.buckets());
         for (at, class) in self.classes.iter().enumerate() {
             let found = self.class(at, class);
-            problems.extend(found.into_iter().map(|problem| problem.within(at).within("classes")));
+            problems.extend(
+                found
+                    .into_iter()
+                    .map(|problem| problem.within(at).within("classes")),
+            );
         }
         problems.extend(self.combinations());
         problems.extend(self.default_family_problem());
@@ -169,7 +186,8 @@ impl QueueConfig {
     /// What only classes give a meaning.
     fn without_classes(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        let text = "no `classes` are given, so this has no effect; list the classes or leave it out";
+        let text =
+            "no `classes` are given, so this has no effect; list the classes or leave it out";
         if self.default_family.is_some() {
             problems.push(Problem::of("default_family", text));
         }
@@ -193,11 +211,17 @@ impl QueueConfig {
             };
             match least {
                 None if *min_tokens != 0 => {
-                    push("min_tokens", format!("the first bucket begins at {min_tokens}; it must begin at 0"));
+                    push(
+                        "min_tokens",
+                        format!("the first bucket begins at {min_tokens}; it must begin at 0"),
+                    );
                 }
                 Some(least) if *min_tokens <= least => {
                     let text = "must be more than the one before it; sort the buckets from the smallest up";
-                    push("min_tokens", format!("{min_tokens} comes after {least}, but {text}"));
+                    push(
+                        "min_tokens",
+                        format!("{min_tokens} comes after {least}, but {text}"),
+                    );
                 }
                 _ => {}
             }
@@ -206,7 +230,10 @@ impl QueueConfig {
                 push("bucket", text);
             }
             if !names.insert(bucket) {
-                push("bucket", format!("there are two buckets `{bucket}`; give each its own name"));
+                push(
+                    "bucket",
+                    format!("there are two buckets `{bucket}`; give each its own name"),
+                );
             }
         }
         problems
@@ -218,8 +245,13 @@ impl QueueConfig {
         problems.extend(fraction(class.prefill_busy_threshold_frac));
         let before = &self.classes[..at];
         if before.iter().any(|other| other.name == class.name) {
-            problems
-                .push(Problem::of("name", format!("there are two classes `{}`; give each its own name", class.name)));
+            problems.push(Problem::of(
+                "name",
+                format!(
+                    "there are two classes `{}`; give each its own name",
+                    class.name
+                ),
+            ));
         }
         if class.quantum == 0 {
             let text = "a class with a quantum of 0 would never have its turn; give at least 1";
@@ -229,7 +261,9 @@ impl QueueConfig {
             (Some(family), Some(bucket)) => {
                 problems.extend(misnamed(family).map(|text| Problem::of("family", text)));
                 problems.extend(self.unknown_bucket(bucket));
-                let same = |other: &&ClassConfig| (&other.family, &other.bucket) == (&class.family, &class.bucket);
+                let same = |other: &&ClassConfig| {
+                    (&other.family, &other.bucket) == (&class.family, &class.bucket)
+                };
                 if let Some(other) = before.iter().find(same) {
                     let text = format!(
                         "family `{family}` and bucket `{bucket}` lead to the class `{}` already; change one of them",
@@ -259,7 +293,11 @@ impl QueueConfig {
     }
 
     fn unknown_bucket(&self, bucket: &str) -> Option<Problem> {
-        let known = || self.uncached_buckets.iter().map(|known| known.bucket.as_str());
+        let known = || {
+            self.uncached_buckets
+                .iter()
+                .map(|known| known.bucket.as_str())
+        };
         if known().any(|known| known == bucket) {
             return None;
         }
@@ -267,7 +305,10 @@ impl QueueConfig {
             Some(near) => format!("did you mean `{near}`?"),
             None => "add it there or name another".to_owned(),
         };
-        Some(Problem::of("bucket", format!("`uncached_buckets` has no bucket `{bucket}`; {mend}")))
+        Some(Problem::of(
+            "bucket",
+            format!("`uncached_buckets` has no bucket `{bucket}`; {mend}"),
+        ))
     }
 
     /// Families of which both names are given.
@@ -281,10 +322,12 @@ impl QueueConfig {
         for family in self.families() {
             for BucketConfig { bucket, .. } in &self.uncached_buckets {
                 let fits = |class: &ClassConfig| {
-                    class.family.as_deref() == Some(family) && class.bucket.as_deref() == Some(bucket)
+                    class.family.as_deref() == Some(family)
+                        && class.bucket.as_deref() == Some(bucket)
                 };
                 if !self.classes.iter().any(fits) {
-                    let text = format!("no class has family `{family}` and bucket `{bucket}`; add one");
+                    let text =
+                        format!("no class has family `{family}` and bucket `{bucket}`; add one");
                     problems.push(Problem::of("classes", text));
                 }
             }
@@ -301,11 +344,13 @@ impl QueueConfig {
                     Some(near) => format!("did you mean `{near}`?"),
                     None => "name the family of some class".to_owned(),
                 };
-                Some(Problem::of("default_family", format!("no class has the family `{family}`; {mend}")))
+                Some(Problem::of(
+                    "default_family",
+                    format!("no class has the family `{family}`; {mend}"),
+                ))
             }
             None => {
-                let text =
-                    "`classes` are given but no `default_family`, so requests that name none had no class; add it";
+                let text = "`classes` are given but no `default_family`, so requests that name none had no class; add it";
                 Some(Problem::at([], text))
             }
         }
@@ -332,7 +377,11 @@ mod tests {
     use crate::settings::Step;
 
     fn family_class(name: &str, family: &str, bucket: &str) -> ClassConfig {
-        ClassConfig { family: Some(family.into()), bucket: Some(bucket.into()), ..explicit(name) }
+        ClassConfig {
+            family: Some(family.into()),
+            bucket: Some(bucket.into()),
+            ..explicit(name)
+        }
     }
 
     fn explicit(name: &str) -> ClassConfig {
@@ -340,7 +389,10 @@ mod tests {
     }
 
     fn bucket(min_tokens: u64, bucket: &str) -> BucketConfig {
-        BucketConfig { min_tokens, bucket: bucket.into() }
+        BucketConfig {
+            min_tokens,
+            bucket: bucket.into(),
+        }
     }
 
     /// Two buckets, one family, and a class by name.
@@ -348,7 +400,11 @@ mod tests {
         QueueConfig {
             default_family: Some("f".into()),
             uncached_buckets: vec![bucket(0, "small"), bucket(1000, "big")],
-            classes: vec![family_class("small", "f", "small"), family_class("big", "f", "big"), explicit("vip")],
+            classes: vec![
+                family_class("small", "f", "small"),
+                family_class("big", "f", "big"),
+                explicit("vip"),
+            ],
             ..QueueConfig::default()
         }
     }
@@ -363,41 +419,87 @@ mod tests {
     fn every_mistake_is_named_at_its_place() {
         type Spoil = fn(&mut QueueConfig);
         let table: &[(&str, &str, Spoil)] = &[
-            ("deadline", "nobody can wait", |queue| queue.deadline = Period::seconds(0)),
-            ("deadline", "48h is longer", |queue| queue.deadline = Period::seconds(48 * 3600)),
-            ("retry_after", "500ms is less than 1s", |queue| queue.retry_after = Period::millis(500)),
-            ("prefill_busy_threshold_frac", "-1 is not", |queue| queue.prefill_busy_threshold_frac = Some(-1.0)),
-            ("classes.2.prefill_busy_threshold_frac", "NaN is not", |queue| {
-                queue.classes[2].prefill_busy_threshold_frac = Some(f64::NAN);
+            ("deadline", "nobody can wait", |queue| {
+                queue.deadline = Period::seconds(0)
             }),
-            ("", "no `default_family`", |queue| queue.default_family = None),
-            ("default_family", "family `g`", |queue| queue.default_family = Some("g".into())),
-            ("default_family", "did you mean `f`", |queue| queue.default_family = Some("ff".into())),
-            ("uncached_buckets.0.min_tokens", "begins at 5", |queue| queue.uncached_buckets[0].min_tokens = 5),
-            ("uncached_buckets.2.min_tokens", "1000 comes after 1000", |queue| {
-                queue.uncached_buckets.push(bucket(1000, "huge"));
-                queue.classes.push(family_class("huge", "f", "huge"));
+            ("deadline", "48h is longer", |queue| {
+                queue.deadline = Period::seconds(48 * 3600)
             }),
+            ("retry_after", "500ms is less than 1s", |queue| {
+                queue.retry_after = Period::millis(500)
+            }),
+            ("prefill_busy_threshold_frac", "-1 is not", |queue| {
+                queue.prefill_busy_threshold_frac = Some(-1.0)
+            }),
+            (
+                "classes.2.prefill_busy_threshold_frac",
+                "NaN is not",
+                |queue| {
+                    queue.classes[2].prefill_busy_threshold_frac = Some(f64::NAN);
+                },
+            ),
+            ("", "no `default_family`", |queue| {
+                queue.default_family = None
+            }),
+            ("default_family", "family `g`", |queue| {
+                queue.default_family = Some("g".into())
+            }),
+            ("default_family", "did you mean `f`", |queue| {
+                queue.default_family = Some("ff".into())
+            }),
+            ("uncached_buckets.0.min_tokens", "begins at 5", |queue| {
+                queue.uncached_buckets[0].min_tokens = 5
+            }),
+            (
+                "uncached_buckets.2.min_tokens",
+                "1000 comes after 1000",
+                |queue| {
+                    queue.uncached_buckets.push(bucket(1000, "huge"));
+                    queue.classes.push(family_class("huge", "f", "huge"));
+                },
+            ),
             ("uncached_buckets.2.bucket", "two buckets `big`", |queue| {
                 queue.uncached_buckets.push(bucket(2000, "big"))
             }),
-            ("uncached_buckets.1.bucket", "`so big` is not a name", |queue| {
-                queue.uncached_buckets[1].bucket = "so big".into();
-                queue.classes[1].bucket = Some("so big".into());
+            (
+                "uncached_buckets.1.bucket",
+                "`so big` is not a name",
+                |queue| {
+                    queue.uncached_buckets[1].bucket = "so big".into();
+                    queue.classes[1].bucket = Some("so big".into());
+                },
+            ),
+            ("classes.2.name", "`` is not a name", |queue| {
+                queue.classes[2].name = String::new()
             }),
-            ("classes.2.name", "`` is not a name", |queue| queue.classes[2].name = String::new()),
-            ("classes.2.name", "two classes `big`", |queue| queue.classes[2].name = "big".into()),
-            ("classes.2.name", "also the name of a family", |queue| queue.classes[2].name = "f".into()),
-            ("classes.0.quantum", "never have its turn", |queue| queue.classes[0].quantum = 0),
-            ("classes.2.family", "no `bucket`", |queue| queue.classes[2].family = Some("f".into())),
-            ("classes.2.bucket", "no `family`", |queue| queue.classes[2].bucket = Some("big".into())),
-            ("classes.3.bucket", "the class `big` already", |queue| queue.classes.push(family_class("b", "f", "big"))),
-            ("classes.3.bucket", "did you mean `small`", |queue| queue.classes.push(family_class("b", "f", "smal"))),
+            ("classes.2.name", "two classes `big`", |queue| {
+                queue.classes[2].name = "big".into()
+            }),
+            ("classes.2.name", "also the name of a family", |queue| {
+                queue.classes[2].name = "f".into()
+            }),
+            ("classes.0.quantum", "never have its turn", |queue| {
+                queue.classes[0].quantum = 0
+            }),
+            ("classes.2.family", "no `bucket`", |queue| {
+                queue.classes[2].family = Some("f".into())
+            }),
+            ("classes.2.bucket", "no `family`", |queue| {
+                queue.classes[2].bucket = Some("big".into())
+            }),
+            ("classes.3.bucket", "the class `big` already", |queue| {
+                queue.classes.push(family_class("b", "f", "big"))
+            }),
+            ("classes.3.bucket", "did you mean `small`", |queue| {
+                queue.classes.push(family_class("b", "f", "smal"))
+            }),
             ("classes.3.family", "`é` is not a name", |queue| {
                 queue.classes.push(family_class("b", "é", "small"));
                 queue.classes.push(family_class("c", "é", "big"));
             }),
-            ("classes", "family `g` and bucket `big`", |queue| queue.classes.push(family_class("b", "g", "small"))),
+            ("classes", "family `g` and bucket `big`", |queue| {
+                queue.classes.push(family_class("b", "g", "small"))
+            }),
             ("default_family", "no effect", |queue| {
                 queue.classes.clear();
                 queue.uncached_buckets.clear();
@@ -413,15 +515,31 @@ mod tests {
             let mut problems = queue.problems();
             // Whoever names a family wrongly twice is told twice.
             problems.dedup_by(|a, b| a.text == b.text);
-            let found: Vec<_> = problems.iter().map(|problem| (trail(problem), problem.text.as_str())).collect();
-            assert!(found.iter().any(|(at, text)| at == place && text.contains(says)), "{place}: {says}: {found:?}");
+            let found: Vec<_> = problems
+                .iter()
+                .map(|problem| (trail(problem), problem.text.as_str()))
+                .collect();
+            assert!(
+                found
+                    .iter()
+                    .any(|(at, text)| at == place && text.contains(says)),
+                "{place}: {says}: {found:?}"
+            );
         }
     }
 
     #[test]
     fn buckets_are_asked_for_where_there_are_classes() {
-        let queue = QueueConfig { uncached_buckets: vec![], classes: vec![explicit("vip")], ..good() };
-        let texts: Vec<_> = queue.problems().into_iter().map(|problem| trail(&problem)).collect();
+        let queue = QueueConfig {
+            uncached_buckets: vec![],
+            classes: vec![explicit("vip")],
+            ..good()
+        };
+        let texts: Vec<_> = queue
+            .problems()
+            .into_iter()
+            .map(|problem| trail(&problem))
+            .collect();
         assert_eq!(texts, ["uncached_buckets", "default_family"]);
     }
 
@@ -435,12 +553,31 @@ mod tests {
 
     #[test]
     fn a_class_takes_its_thresholds_whole_from_itself_or_from_the_queue() {
-        let mut queue = QueueConfig { prefill_busy_threshold: Some(7), policy: Policy::Wspt, ..good() };
+        let mut queue = QueueConfig {
+            prefill_busy_threshold: Some(7),
+            policy: Policy::Wspt,
+            ..good()
+        };
         queue.classes[1].prefill_busy_threshold_frac = Some(0.5);
         queue.classes[1].policy = Some(Policy::Fcfs);
         let classes = queue.resolved();
-        assert_eq!(classes[0].gate, Gate { prefill_tokens: Some(7), prefill_fraction: None });
-        assert_eq!(classes[1].gate, Gate { prefill_tokens: None, prefill_fraction: Some(0.5) });
-        assert_eq!((classes[0].policy, classes[1].policy), (Policy::Wspt, Policy::Fcfs));
+        assert_eq!(
+            classes[0].gate,
+            Gate {
+                prefill_tokens: Some(7),
+                prefill_fraction: None
+            }
+        );
+        assert_eq!(
+            classes[1].gate,
+            Gate {
+                prefill_tokens: None,
+                prefill_fraction: Some(0.5)
+            }
+        );
+        assert_eq!(
+            (classes[0].policy, classes[1].policy),
+            (Policy::Wspt, Policy::Fcfs)
+        );
     }
 }

@@ -31,7 +31,11 @@ pub(super) struct Lanes<T> {
 
 impl<T> Default for Lanes<T> {
     fn default() -> Self {
-        Self { lanes: BTreeMap::new(), open: BTreeSet::new(), pending: Pending::default() }
+        Self {
+            lanes: BTreeMap::new(),
+            open: BTreeSet::new(),
+            pending: Pending::default(),
+        }
     }
 }
 
@@ -54,18 +58,23 @@ impl<T> Lanes<T> {
         lane.insert(place, entry);
         if first.is_none_or(|first| place < first) {
             // Whatever was known of the lane was known of another.
-            first.into_iter().for_each(|first| _ = self.open.remove(&(first, name)));
+            first
+                .into_iter()
+                .for_each(|first| _ = self.open.remove(&(first, name)));
             self.open.insert((place, name));
         }
     }
 
     pub(super) fn remove(&mut self, place: Place, name: Lane) -> Option<Entry<T>> {
         let lane = self.lanes.get_mut(&name)?;
-        let was_first = lane.first_key_value().is_some_and(|(first, _)| *first == place);
+        let was_first = lane
+            .first_key_value()
+            .is_some_and(|(first, _)| *first == place);
         let entry = lane.remove(&place)?;
         if was_first {
             self.open.remove(&(place, name));
-            self.open.extend(lane.first_key_value().map(|(next, _)| (*next, name)));
+            self.open
+                .extend(lane.first_key_value().map(|(next, _)| (*next, name)));
         }
         if lane.is_empty() {
             self.lanes.remove(&name);
@@ -77,7 +86,9 @@ impl<T> Lanes<T> {
     }
 
     pub(super) fn contains(&self, place: Place, name: Lane) -> bool {
-        self.lanes.get(&name).is_some_and(|lane| lane.contains_key(&place))
+        self.lanes
+            .get(&name)
+            .is_some_and(|lane| lane.contains_key(&place))
     }
 
     /// The first of all lanes that are not known to be blocked.
@@ -100,7 +111,10 @@ impl<T> Lanes<T> {
     /// No lane is known to be blocked.
     pub(super) fn reopen(&mut self) {
         if self.open.len() < self.lanes.len() {
-            let firsts = self.lanes.iter().filter_map(|(name, lane)| Some((*lane.first_key_value()?.0, *name)));
+            let firsts = self
+                .lanes
+                .iter()
+                .filter_map(|(name, lane)| Some((*lane.first_key_value()?.0, *name)));
             self.open.extend(firsts);
         }
     }

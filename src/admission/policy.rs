@@ -47,7 +47,9 @@ impl Ord for Place {
     fn cmp(&self, other: &Self) -> Ordering {
         let by_priority = other.strict_priority.cmp(&self.strict_priority);
         let by_score = other.score.total_cmp(&self.score);
-        by_priority.then(by_score).then(self.number.cmp(&other.number))
+        by_priority
+            .then(by_score)
+            .then(self.number.cmp(&other.number))
     }
 }
 

@@ -49,21 +49,35 @@ impl<T> Queue<T> {
     pub fn new(classes: Arc<Classes>, start: Instant) -> Self {
         let rounds = Rounds::new(classes.iter().map(|class| class.quantum).collect());
         let lanes = classes.iter().map(|_| Lanes::default()).collect();
-        Self { classes, lanes, rounds, start, number: 0 }
+        Self {
+            classes,
+            lanes,
+            rounds,
+            start,
+            number: 0,
+        }
     }
 
     /// Whether no more may wait in a class; one request may cross a limit, the next is told so.
     pub fn full(&self, class: ClassId, workers: usize) -> Option<Full> {
         let pending = self.lanes[class.at()].pending();
-        self.classes.get(class).limits.iter().find_map(|(kind, per_worker)| {
-            let current = match kind {
-                LimitKind::Requests => pending.requests,
-                LimitKind::PromptTokens => pending.prompt_tokens,
-                LimitKind::CachedTokens => pending.cached_tokens,
-            };
-            let limit = per_worker?.saturating_mul(workers as u64);
-            (current >= limit).then_some(Full { kind, current, limit })
-        })
+        self.classes
+            .get(class)
+            .limits
+            .iter()
+            .find_map(|(kind, per_worker)| {
+                let current = match kind {
+                    LimitKind::Requests => pending.requests,
+                    LimitKind::PromptTokens => pending.prompt_tokens,
+                    LimitKind::CachedTokens => pending.cached_tokens,
+                };
+                let limit = per_worker?.saturating_mul(workers as u64);
+                (current >= limit).then_some(Full {
+                    kind,
+                    current,
+                    limit,
+                })
+            })
     }
 
     /// Lets one wait, whatever the limits say.
@@ -78,7 +92,11 @@ impl<T> Queue<T> {
             number: self.number,
         };
         self.number += 1;
-        let ticket = Ticket { class, lane: entry.turn.lane, place };
+        let ticket = Ticket {
+            class,
+            lane: entry.turn.lane,
+            place,
+        };
         self.lanes[class.at()].push(place, entry);
         ticket
     }
@@ -100,7 +118,10 @@ impl<T> Queue<T> {
 
     /// The next one to go, with what `attempt` made of it. Where that is nothing there is no room for this one: its lane is
     /// blocked, now and until [`Queue::reopen`]. `None`: everything that waits is blocked.
-    pub fn next<R>(&mut self, mut attempt: impl FnMut(&mut Entry<T>) -> Option<R>) -> Option<(Entry<T>, R)> {
+    pub fn next<R>(
+        &mut self,
+        mut attempt: impl FnMut(&mut Entry<T>) -> Option<R>,
+    ) -> Option<(Entry<T>, R)> {
         loop {
             let plan = self.rounds.plan(|class| cost(&self.lanes[class]))?;
             let lanes = &mut self.lanes[plan.class];
@@ -109,7 +130,11 @@ impl<T> Queue<T> {
                 lanes.block_first();
                 continue;
             };
-            let ticket = Ticket { class: ClassId(plan.class), lane: entry.turn.lane, place };
+            let ticket = Ticket {
+                class: ClassId(plan.class),
+                lane: entry.turn.lane,
+                place,
+            };
             self.rounds.commit(plan, |class| cost(&self.lanes[class]));
             return Some((self.remove(ticket)?, made));
         }
@@ -127,7 +152,10 @@ impl<T> Queue<T> {
 
     /// How many wait.
     pub fn len(&self) -> usize {
-        self.lanes.iter().map(|lanes| lanes.pending().requests as usize).sum()
+        self.lanes
+            .iter()
+            .map(|lanes| lanes.pending().requests as usize)
+            .sum()
     }
 
     /// Whether nobody waits.

@@ -22,20 +22,34 @@ pub(super) struct Plan {
 
 impl Rounds {
     pub(super) fn new(quanta: Vec<u64>) -> Self {
-        Self { deficits: vec![0; quanta.len()], quanta, cursor: 0, credited: false }
+        Self {
+            deficits: vec![0; quanta.len()],
+            quanta,
+            cursor: 0,
+            credited: false,
+        }
     }
 
     /// Who goes next, where `cost` tells what the first open request of a class costs.
     pub(super) fn plan(&self, cost: impl Fn(usize) -> Option<u64>) -> Option<Plan> {
-        if self.credited && cost(self.cursor).is_some_and(|cost| cost <= self.deficits[self.cursor]) {
-            return Some(Plan { class: self.cursor, visits: 0 });
+        if self.credited && cost(self.cursor).is_some_and(|cost| cost <= self.deficits[self.cursor])
+        {
+            return Some(Plan {
+                class: self.cursor,
+                visits: 0,
+            });
         }
         let visits = |class: usize| {
             let missing = cost(class)?.saturating_sub(self.deficits[class]);
-            Some(Plan { class, visits: missing.div_ceil(self.quanta[class].max(1)).max(1) })
+            Some(Plan {
+                class,
+                visits: missing.div_ceil(self.quanta[class].max(1)).max(1),
+            })
         };
         // Of equals the first, which is the first to be visited.
-        self.order().filter_map(visits).min_by_key(|plan| plan.visits)
+        self.order()
+            .filter_map(visits)
+            .min_by_key(|plan| plan.visits)
     }
 
     /// Gives what the plan promised and takes the price; `cost` as it was for the plan.

@@ -12,7 +12,10 @@ use crate::schedule::{Choice, Cost};
 use crate::worker::{BlockSize, ModelName, Role, Worker, WorkerRank};
 
 pub(super) fn rank(rank: WorkerRank) -> pb::WorkerRank {
-    pb::WorkerRank { worker_id: rank.worker.0, dp_rank: rank.rank.0 }
+    pb::WorkerRank {
+        worker_id: rank.worker.0,
+        dp_rank: rank.rank.0,
+    }
 }
 
 /// The prompts of a request, with their tokens where these are told.
@@ -28,13 +31,29 @@ pub(super) fn prompts(prompts: &[BlockHashes], tokens: Vec<Vec<u32>>) -> Vec<pb:
 }
 
 /// A route and what became of its booking.
-pub(super) fn route(route: &Route, prompts: Vec<pb::HashedPrompt>, booked: pb::Booked) -> pb::RouteResponse {
-    let place = |to, overlap, cached_tokens, choice| placement(to, overlap, cached_tokens, choice, route.block_size);
+pub(super) fn route(
+    route: &Route,
+    prompts: Vec<pb::HashedPrompt>,
+    booked: pb::Booked,
+) -> pb::RouteResponse {
+    let place = |to, overlap, cached_tokens, choice| {
+        placement(to, overlap, cached_tokens, choice, route.block_size)
+    };
     pb::RouteResponse {
-        decode: Some(place(route.to, route.overlap, route.predicted_cached_tokens, &route.choice)),
-        prefill: route
-            .prefill()
-            .map(|prefill| place(prefill.to, prefill.overlap, prefill.cached_tokens, &prefill.choice)),
+        decode: Some(place(
+            route.to,
+            route.overlap,
+            route.predicted_cached_tokens,
+            &route.choice,
+        )),
+        prefill: route.prefill().map(|prefill| {
+            place(
+                prefill.to,
+                prefill.overlap,
+                prefill.cached_tokens,
+                &prefill.choice,
+            )
+        }),
         mode: match route.mode {
             Mode::Exact => pb::Mode::Exact,
             Mode::Partial => pb::Mode::Partial,
@@ -43,7 +62,10 @@ pub(super) fn route(route: &Route, prompts: Vec<pb::HashedPrompt>, booked: pb::B
             Mode::Passthrough => pb::Mode::Unspecified,
         }
         .into(),
-        reason: route.reason.map(|reason| reason.as_str().to_owned()).unwrap_or_default(),
+        reason: route
+            .reason
+            .map(|reason| reason.as_str().to_owned())
+            .unwrap_or_default(),
         phases: route.phases.as_str().to_owned(),
         model: route.model.as_str().to_owned(),
         block_size: route.block_size.0.get(),
@@ -83,8 +105,18 @@ fn placement(
 }
 
 fn tiers(blocks: TierBlocks) -> pb::Tiers {
-    let TierBlocks { device, host, disk, external } = blocks;
-    pb::Tiers { device: device.into(), host: host.into(), disk: disk.into(), external: external.into() }
+    let TierBlocks {
+        device,
+        host,
+        disk,
+        external,
+    } = blocks;
+    pb::Tiers {
+        device: device.into(),
+        host: host.into(),
+        disk: disk.into(),
+        external: external.into(),
+    }
 }
 
 fn cost(cost: &Cost) -> pb::Cost {
@@ -110,21 +142,31 @@ pub(super) fn overlap_score(surveyed: &Surveyed) -> pb::OverlapScore {
         blocks: Some(tiers(surveyed.overlap)),
         shared_blocks_beyond_device: surveyed.shared_beyond_device,
         effective_blocks: surveyed.effective_blocks,
-        credit_blocks: cost.device_credit + cost.host_credit + cost.disk_credit + cost.shared_credit,
+        credit_blocks: cost.device_credit
+            + cost.host_credit
+            + cost.disk_credit
+            + cost.shared_credit,
         cached_tokens: surveyed.cached_tokens,
     }
 }
 
 /// The blocks of a prompt in the shared cache.
 pub(super) fn shared_cache(blocks: &SharedBlocks, enabled: bool) -> pb::SharedCacheHits {
-    let range = |range: &Range<u32>| pb::BlockRange { start: range.start, end: range.end };
+    let range = |range: &Range<u32>| pb::BlockRange {
+        start: range.start,
+        end: range.end,
+    };
     let error = match blocks {
         SharedBlocks::Failed(reason) => *reason,
         SharedBlocks::Held(_) | SharedBlocks::NotAsked => "",
     };
     pb::SharedCacheHits {
         enabled,
-        total_hit_blocks: blocks.ranges().iter().map(|range| u64::from(range.end - range.start)).sum(),
+        total_hit_blocks: blocks
+            .ranges()
+            .iter()
+            .map(|range| u64::from(range.end - range.start))
+            .sum(),
         ranges: blocks.ranges().iter().map(range).collect(),
         error: error.to_owned(),
     }
@@ -155,8 +197,13 @@ pub(super) fn load(load: &RankLoad) -> pb::PotentialLoad {
 
 /// The workers that serve a model, or all of them.
 pub(super) fn fleet(fleet: &Fleet, model: Option<&ModelName>) -> pb::WatchFleetResponse {
-    let wanted = fleet.workers().filter(|worker| model.is_none_or(|model| worker.model == *model));
-    pb::WatchFleetResponse { generation: fleet.generation(), workers: wanted.map(|found| worker(found)).collect() }
+    let wanted = fleet
+        .workers()
+        .filter(|worker| model.is_none_or(|model| worker.model == *model));
+    pb::WatchFleetResponse {
+        generation: fleet.generation(),
+        workers: wanted.map(|found| worker(found)).collect(),
+    }
 }
 
 fn worker(worker: &Worker) -> pb::Worker {

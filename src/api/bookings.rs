@@ -41,7 +41,11 @@ struct Beside {
 impl ledger::Beside for Beside {
     /// Only the answers stay, for who asks again.
     fn end(&mut self) {
-        *self = Self { route: self.route.take(), added: self.added, ..Self::default() };
+        *self = Self {
+            route: self.route.take(),
+            added: self.added,
+            ..Self::default()
+        };
     }
 }
 
@@ -57,7 +61,11 @@ impl Added {
     fn of(booking: &Booking) -> Self {
         let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
         let prefill_tokens = if booking.track_prefill { uncached } else { 0 };
-        Self { rank: booking.rank, prefill_tokens, prompt_blocks: booking.sequences.blocks() as u64 }
+        Self {
+            rank: booking.rank,
+            prefill_tokens,
+            prompt_blocks: booking.sequences.blocks() as u64,
+        }
     }
 }
 
@@ -72,7 +80,12 @@ pub(super) enum Kept<T> {
 
 impl Bookings {
     pub(super) fn new(load: Arc<LoadTracker>, rules: Rules, metrics: Arc<Metrics>) -> Self {
-        Self { state: Mutex::new(State { ledger: Ledger::new(load, rules) }), metrics }
+        Self {
+            state: Mutex::new(State {
+                ledger: Ledger::new(load, rules),
+            }),
+            metrics,
+        }
     }
 
     /// The route that the attempt got before, if it is or was booked; refused where it could not be booked. An earlier
@@ -82,23 +95,56 @@ impl Bookings {
     }
 
     /// Keeps what was booked for a request. Where the same attempt has been booked meanwhile, that stays, and this goes.
-    pub(super) fn keep(&self, attempt: Attempt<'_>, admitted: Admitted) -> Result<Kept<Arc<Route>>, Fault> {
-        let Admitted { booked: Booked { route, reservation, probes, predictions, .. }, session, .. } = admitted;
-        let (route, added) = (Arc::new(route), reservation.bookings().next().map(Added::of));
+    pub(super) fn keep(
+        &self,
+        attempt: Attempt<'_>,
+        admitted: Admitted,
+    ) -> Result<Kept<Arc<Route>>, Fault> {
+        let Admitted {
+            booked:
+                Booked {
+                    route,
+                    reservation,
+                    probes,
+                    predictions,
+                    ..
+                },
+            session,
+            ..
+        } = admitted;
+        let (route, added) = (
+            Arc::new(route),
+            reservation.bookings().next().map(Added::of),
+        );
         self.change(|state| {
             if let Some(route) = state.again(attempt)? {
                 return Ok(Kept::Before(route));
             }
             state.ledger.keep(attempt, reservation)?;
-            state.beside(attempt, Beside { route: Some(route.clone()), added, predictions, probes, _session: session });
+            state.beside(
+                attempt,
+                Beside {
+                    route: Some(route.clone()),
+                    added,
+                    predictions,
+                    probes,
+                    _session: session,
+                },
+            );
             Ok(Kept::Now(route))
         })
     }
 
     /// Books what somebody else routed. The same once more finds what was booked before.
-    pub(super) fn add(&self, attempt: Attempt<'_>, foreign: &Foreign, router: &Router) -> Result<Kept<Added>, Fault> {
+    pub(super) fn add(
+        &self,
+        attempt: Attempt<'_>,
+        foreign: &Foreign,
+        router: &Router,
+    ) -> Result<Kept<Added>, Fault> {
         self.change(|state| {
-            if let Some(Known::Booked(_, _, beside) | Known::Ended(beside)) = state.ledger.known(attempt)
+            if let Some(Known::Booked(_, _, beside) | Known::Ended(beside)) =
+                state.ledger.known(attempt)
                 && let Some(added) = beside.added
             {
                 if added.rank != foreign.booking.rank {
@@ -110,25 +156,43 @@ impl Bookings {
             state.ledger.add(attempt, vec![foreign.booking.clone()])?;
             let added = Added::of(&foreign.booking);
             let predictions = router.expect_cached(foreign);
-            state.beside(attempt, Beside { added: Some(added), predictions, ..Beside::default() });
+            state.beside(
+                attempt,
+                Beside {
+                    added: Some(added),
+                    predictions,
+                    ..Beside::default()
+                },
+            );
             Ok(Kept::Now(added))
         })
     }
 
     /// The first token came: the workers answer, and the prefill took so long.
-    pub(super) fn mark_prefill_completed(&self, attempt: Attempt<'_>, router: &Router) -> Result<Change, Fault> {
+    pub(super) fn mark_prefill_completed(
+        &self,
+        attempt: Attempt<'_>,
+        router: &Router,
+    ) -> Result<Change, Fault> {
         self.change(|state| {
             let (held, since, probes) = match state.ledger.known(attempt) {
-                Some(Known::Booked(held, since, beside)) => (held, since, std::mem::take(&mut beside.probes)),
+                Some(Known::Booked(held, since, beside)) => {
+                    (held, since, std::mem::take(&mut beside.probes))
+                }
                 Some(Known::Ended(_)) => return Ok(Change::None),
                 None => return Err(not_booked(attempt)),
             };
             let workers: Vec<_> = held.parts().map(|(_, rank)| rank.worker).collect();
-            let prefill = held.bookings().find(|booking| booking.track_prefill).cloned();
+            let prefill = held
+                .bookings()
+                .find(|booking| booking.track_prefill)
+                .cloned();
             let change = state.ledger.mark_prefill_completed(attempt);
             if change == Change::Applied {
                 let took = router.load().now().saturating_duration_since(since);
-                prefill.iter().for_each(|booking| router.prefill_took(booking, took));
+                prefill
+                    .iter()
+                    .for_each(|booking| router.prefill_took(booking, took));
             }
             if change == Change::Applied || !probes.is_empty() {
                 tell(router.heard(&workers, probes, 200), 200);
@@ -137,7 +201,11 @@ impl Bookings {
         })
     }
 
-    pub(super) fn output_block(&self, attempt: Attempt<'_>, fraction: Option<f64>) -> Result<(), Fault> {
+    pub(super) fn output_block(
+        &self,
+        attempt: Attempt<'_>,
+        fraction: Option<f64>,
+    ) -> Result<(), Fault> {
         self.change(|state| {
             match state.ledger.known(attempt) {
                 Some(Known::Booked(_, _, beside)) => beside.predictions.grow(),
@@ -149,12 +217,20 @@ impl Bookings {
     }
 
     /// The request has ended, perhaps with a status of the worker that answers.
-    pub(super) fn free(&self, attempt: Attempt<'_>, status: Option<u16>, router: &Router) -> Change {
+    pub(super) fn free(
+        &self,
+        attempt: Attempt<'_>,
+        status: Option<u16>,
+        router: &Router,
+    ) -> Change {
         self.change(|state| {
             if let Some(Known::Booked(held, _, beside)) = state.ledger.known(attempt)
                 && let (Some(rank), Some(status)) = (held.rank(), status)
             {
-                tell(router.heard(&[rank.worker], std::mem::take(&mut beside.probes), status), status);
+                tell(
+                    router.heard(&[rank.worker], std::mem::take(&mut beside.probes), status),
+                    status,
+                );
             }
             state.ledger.free(attempt)
         })
@@ -172,7 +248,9 @@ impl Bookings {
         let changed = change(&mut state);
         let counts = state.ledger.counts();
         self.metrics.api_bookings.set(counts.bookings as i64);
-        self.metrics.api_bookings_expired.inc_by(counts.expired - expired);
+        self.metrics
+            .api_bookings_expired
+            .inc_by(counts.expired - expired);
         changed
     }
 }
@@ -211,11 +289,18 @@ fn tell(changes: Vec<(WorkerId, health::Change)>, status: u16) {
 }
 
 fn not_booked(attempt: Attempt<'_>) -> Fault {
-    Fault::NotBooked { request: attempt.request.to_owned(), number: attempt.number }
+    Fault::NotBooked {
+        request: attempt.request.to_owned(),
+        number: attempt.number,
+    }
 }
 
 fn booked_elsewhere(attempt: Attempt<'_>, rank: WorkerRank) -> Fault {
-    Fault::BookedElsewhere { request: attempt.request.to_owned(), number: attempt.number, rank }
+    Fault::BookedElsewhere {
+        request: attempt.request.to_owned(),
+        number: attempt.number,
+        rank,
+    }
 }
 
 #[cfg(test)]

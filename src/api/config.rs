@@ -50,15 +50,20 @@ impl ApiConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = self.exposure();
         if self.silence.get() == Duration::ZERO {
-            let text =
-                "every booking would end at once; give the time in which callers give a sign of life, such as 300s";
+            let text = "every booking would end at once; give the time in which callers give a sign of life, such as 300s";
             problems.push(Problem::of("silence", text));
         }
         if self.bookings == 0 {
-            problems.push(Problem::of("bookings", "nothing could ever be booked; give at least 1"));
+            problems.push(Problem::of(
+                "bookings",
+                "nothing could ever be booked; give at least 1",
+            ));
         }
         if self.most_blocks == 0 {
-            problems.push(Problem::of("most_blocks", "no prompt could ever be asked about; give at least 1"));
+            problems.push(Problem::of(
+                "most_blocks",
+                "no prompt could ever be asked about; give at least 1",
+            ));
         }
         if self.booked_blocks < self.most_blocks {
             let text = "a prompt of `most_blocks` could never be booked; give at least as much";
@@ -70,7 +75,10 @@ impl ApiConfig {
     /// Who could reach it who should not.
     fn exposure(&self) -> Vec<Problem> {
         let mut problems: Vec<_> = self.tls.iter().flat_map(TlsConfig::problems).collect();
-        problems = problems.into_iter().map(|problem| problem.within("tls")).collect();
+        problems = problems
+            .into_iter()
+            .map(|problem| problem.within("tls"))
+            .collect();
         let exposure = ListenerExposure {
             key: "listen",
             listen: self.listen,
@@ -87,6 +95,11 @@ impl ApiConfig {
         let most = self.bookings as usize;
         // Enough for words that are repeated; a shorter memory only means that the oldest may be booked again.
         let ended = (most / 8).max(64);
-        Rules { silence: self.silence.get(), most, blocks: self.booked_blocks as usize, ended }
+        Rules {
+            silence: self.silence.get(),
+            most,
+            blocks: self.booked_blocks as usize,
+            ended,
+        }
     }
 }

@@ -46,13 +46,24 @@ pub(super) fn copy(
     tokio::task::spawn_blocking(move || {
         let _permit = permit;
         // A copy that ends early has no end of its own, by which whoever reads it knows.
-        let _ended = tell(&feed, rank, Pieces { send, closing, handle, until: Instant::now() + LONGEST });
+        let _ended = tell(
+            &feed,
+            rank,
+            Pieces {
+                send,
+                closing,
+                handle,
+                until: Instant::now() + LONGEST,
+            },
+        );
     });
     Ok(ReceiverStream::new(receive))
 }
 
 fn tell(feed: &Feed, rank: WorkerRank, pieces: Pieces) -> std::io::Result<()> {
-    let Some(held) = feed.copy(rank) else { return Ok(()) };
+    let Some(held) = feed.copy(rank) else {
+        return Ok(());
+    };
     let mut out = BufWriter::with_capacity(PIECE, pieces);
     dump::begin(&mut out)?;
     held.write(&mut out)?;
@@ -75,7 +86,10 @@ impl Write for Pieces {
         let until = self.until.min(Instant::now() + PATIENCE);
         let said = timeout_at(until, self.send.send(Ok(pb::CopyRankResponse { piece })));
         let taken = self.handle.block_on(self.closing.run_until_cancelled(said));
-        taken.and_then(|said| said.ok()?.ok()).map(|()| length).ok_or(Error::from(ErrorKind::BrokenPipe))
+        taken
+            .and_then(|said| said.ok()?.ok())
+            .map(|()| length)
+            .ok_or(Error::from(ErrorKind::BrokenPipe))
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

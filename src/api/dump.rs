@@ -43,15 +43,29 @@ pub(super) struct Source {
 /// Begins to tell of these ranks, or of all that there are.
 pub(super) fn dump(source: Source, wanted: &BTreeSet<WorkerRank>) -> Result<DumpStream, Fault> {
     let known = source.feed.ranks();
-    if let Some(unknown) = wanted.iter().find(|rank| known.binary_search(rank).is_err()) {
+    if let Some(unknown) = wanted
+        .iter()
+        .find(|rank| known.binary_search(rank).is_err())
+    {
         return Err(Fault::NoEvents(*unknown));
     }
-    let ranks = if wanted.is_empty() { known } else { wanted.iter().copied().collect() };
+    let ranks = if wanted.is_empty() {
+        known
+    } else {
+        wanted.iter().copied().collect()
+    };
     let (send, receive) = mpsc::channel(AHEAD);
     tokio::spawn(async move {
-        let Source { feed, fleet, permit, closing } = source;
+        let Source {
+            feed,
+            fleet,
+            permit,
+            closing,
+        } = source;
         // However it ends: without its last message a dump is known not to be whole.
-        closing.run_until_cancelled(tell(&feed, &fleet, ranks, &send)).await;
+        closing
+            .run_until_cancelled(tell(&feed, &fleet, ranks, &send))
+            .await;
         drop(permit);
     });
     Ok(ReceiverStream::new(receive))
@@ -66,7 +80,10 @@ async fn tell(
 ) -> Option<()> {
     let say = |kind| async {
         let message = Ok(pb::DumpEventsResponse { kind: Some(kind) });
-        tokio::time::timeout(PATIENCE, send.send(message)).await.ok()?.ok()
+        tokio::time::timeout(PATIENCE, send.send(message))
+            .await
+            .ok()?
+            .ok()
     };
     let mut complete = pb::DumpComplete::default();
     for rank in ranks {
@@ -74,11 +91,15 @@ async fn tell(
         // Copying a large rank takes long enough to be in others' way.
         let copy = move || feed.read(rank, |writer| writer.portrait(rank));
         // Whoever left meanwhile holds nothing any more.
-        let Some(portrait) = tokio::task::spawn_blocking(copy).await.ok()? else { continue };
+        let Some(portrait) = tokio::task::spawn_blocking(copy).await.ok()? else {
+            continue;
+        };
         let worker = fleet.worker(rank.worker);
         say(Kind::Rank(pb::DumpedRank {
             worker: Some(answer::rank(rank)),
-            model: worker.map(|worker| worker.model.as_str().to_owned()).unwrap_or_default(),
+            model: worker
+                .map(|worker| worker.model.as_str().to_owned())
+                .unwrap_or_default(),
             block_size: worker.map_or(0, |worker| worker.block_size.0.get()),
         }))
         .await?;

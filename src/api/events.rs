@@ -12,27 +12,46 @@ use crate::tier::Tier;
 impl From<KvEvent> for pb::Event {
     fn from(event: KvEvent) -> Self {
         let change = match event {
-            KvEvent::Stored { parent, blocks, tier } => Change::Stored(pb::Stored {
+            KvEvent::Stored {
+                parent,
+                blocks,
+                tier,
+            } => Change::Stored(pb::Stored {
                 parent: parent.map(|parent| parent.0),
                 blocks: blocks.iter().map(stored_block).collect(),
                 tier: tier_to(tier).into(),
             }),
-            KvEvent::Removed { blocks, tier } => {
-                Change::Removed(pb::Removed { blocks: numbers(&blocks), tier: tier_to(tier).into() })
-            }
-            KvEvent::GroupStored { group, need, blocks } => {
+            KvEvent::Removed { blocks, tier } => Change::Removed(pb::Removed {
+                blocks: numbers(&blocks),
+                tier: tier_to(tier).into(),
+            }),
+            KvEvent::GroupStored {
+                group,
+                need,
+                blocks,
+            } => {
                 let need = match need {
-                    GroupNeed::Last { blocks, stride } => Some(pb::GroupNeed { blocks, stride: stride.get() }),
+                    GroupNeed::Last { blocks, stride } => Some(pb::GroupNeed {
+                        blocks,
+                        stride: stride.get(),
+                    }),
                     GroupNeed::Unknown => None,
                 };
-                Change::GroupStored(pb::GroupStored { group, need, blocks: numbers(&blocks) })
+                Change::GroupStored(pb::GroupStored {
+                    group,
+                    need,
+                    blocks: numbers(&blocks),
+                })
             }
-            KvEvent::GroupRemoved { group, blocks } => {
-                Change::GroupRemoved(pb::GroupRemoved { group, blocks: numbers(&blocks) })
-            }
+            KvEvent::GroupRemoved { group, blocks } => Change::GroupRemoved(pb::GroupRemoved {
+                group,
+                blocks: numbers(&blocks),
+            }),
             KvEvent::Cleared => Change::Cleared(pb::Cleared {}),
         };
-        Self { change: Some(change) }
+        Self {
+            change: Some(change),
+        }
     }
 }
 
@@ -60,32 +79,49 @@ impl TryFrom<pb::Event> for KvEvent {
                 tier: tier_of(stored.tier())?,
                 blocks: stored.blocks.into_iter().map(block_of).collect(),
             },
-            Change::Removed(removed) => {
-                KvEvent::Removed { tier: tier_of(removed.tier())?, blocks: names(removed.blocks) }
-            }
-            Change::GroupStored(pb::GroupStored { group, need, blocks }) => {
+            Change::Removed(removed) => KvEvent::Removed {
+                tier: tier_of(removed.tier())?,
+                blocks: names(removed.blocks),
+            },
+            Change::GroupStored(pb::GroupStored {
+                group,
+                need,
+                blocks,
+            }) => {
                 let need = match need {
                     None => GroupNeed::Unknown,
-                    Some(pb::GroupNeed { blocks, stride }) => {
-                        GroupNeed::Last { blocks, stride: NonZeroU32::new(stride).ok_or(NoEvent::Stride)? }
-                    }
+                    Some(pb::GroupNeed { blocks, stride }) => GroupNeed::Last {
+                        blocks,
+                        stride: NonZeroU32::new(stride).ok_or(NoEvent::Stride)?,
+                    },
                 };
-                KvEvent::GroupStored { group, need, blocks: names(blocks) }
+                KvEvent::GroupStored {
+                    group,
+                    need,
+                    blocks: names(blocks),
+                }
             }
-            Change::GroupRemoved(pb::GroupRemoved { group, blocks }) => {
-                KvEvent::GroupRemoved { group, blocks: names(blocks) }
-            }
+            Change::GroupRemoved(pb::GroupRemoved { group, blocks }) => KvEvent::GroupRemoved {
+                group,
+                blocks: names(blocks),
+            },
             Change::Cleared(pb::Cleared {}) => KvEvent::Cleared,
         })
     }
 }
 
 fn stored_block(block: &StoredBlock) -> pb::StoredBlock {
-    pb::StoredBlock { engine_hash: block.engine.0, local_hash: block.local.0 }
+    pb::StoredBlock {
+        engine_hash: block.engine.0,
+        local_hash: block.local.0,
+    }
 }
 
 fn block_of(block: pb::StoredBlock) -> StoredBlock {
-    StoredBlock { engine: EngineHash(block.engine_hash), local: LocalHash(block.local_hash) }
+    StoredBlock {
+        engine: EngineHash(block.engine_hash),
+        local: LocalHash(block.local_hash),
+    }
 }
 
 fn numbers(blocks: &[EngineHash]) -> Vec<u64> {
@@ -124,19 +160,39 @@ mod tests {
         let (a, b) = (EngineHash(u64::MAX), EngineHash(2));
         let stored = |parent, tier| KvEvent::Stored {
             parent,
-            blocks: vec![StoredBlock { engine: b, local: LocalHash(3) }],
+            blocks: vec![StoredBlock {
+                engine: b,
+                local: LocalHash(3),
+            }],
             tier,
         };
-        let need = GroupNeed::Last { blocks: 4, stride: NonZeroU32::MIN };
+        let need = GroupNeed::Last {
+            blocks: 4,
+            stride: NonZeroU32::MIN,
+        };
         let mut events = vec![
             stored(None, Tier::Device),
-            KvEvent::GroupStored { group: 1, need, blocks: vec![a, b] },
-            KvEvent::GroupStored { group: 2, need: GroupNeed::Unknown, blocks: vec![] },
-            KvEvent::GroupRemoved { group: 1, blocks: vec![b] },
+            KvEvent::GroupStored {
+                group: 1,
+                need,
+                blocks: vec![a, b],
+            },
+            KvEvent::GroupStored {
+                group: 2,
+                need: GroupNeed::Unknown,
+                blocks: vec![],
+            },
+            KvEvent::GroupRemoved {
+                group: 1,
+                blocks: vec![b],
+            },
             KvEvent::Cleared,
         ];
         events.extend(Tier::ALL.map(|tier| stored(Some(a), tier)));
-        events.extend(Tier::ALL.map(|tier| KvEvent::Removed { blocks: vec![a], tier }));
+        events.extend(Tier::ALL.map(|tier| KvEvent::Removed {
+            blocks: vec![a],
+            tier,
+        }));
         for event in events {
             assert_eq!(KvEvent::try_from(pb::Event::from(event.clone())), Ok(event));
         }
@@ -144,9 +200,23 @@ mod tests {
 
     #[test]
     fn what_says_nothing_is_no_event() {
-        let removed = |tier| pb::Event { change: Some(Change::Removed(pb::Removed { blocks: vec![1], tier })) };
-        let need = Some(pb::GroupNeed { blocks: 1, stride: 0 });
-        let group = pb::Event { change: Some(Change::GroupStored(pb::GroupStored { group: 0, need, blocks: vec![] })) };
+        let removed = |tier| pb::Event {
+            change: Some(Change::Removed(pb::Removed {
+                blocks: vec![1],
+                tier,
+            })),
+        };
+        let need = Some(pb::GroupNeed {
+            blocks: 1,
+            stride: 0,
+        });
+        let group = pb::Event {
+            change: Some(Change::GroupStored(pb::GroupStored {
+                group: 0,
+                need,
+                blocks: vec![],
+            })),
+        };
         let cases = [
             (pb::Event { change: None }, NoEvent::Change),
             (removed(0), NoEvent::Tier),

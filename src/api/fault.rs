@@ -104,7 +104,13 @@ impl Fault {
     /// The machine-readable reason why the queue refused a request.
     fn details(&self) -> Option<ErrorDetails> {
         let (reason, retry_after, facts) = match self {
-            Fault::Refusal(Refusal::Overflow { class, kind, current, limit, retry_after }) => {
+            Fault::Refusal(Refusal::Overflow {
+                class,
+                kind,
+                current,
+                limit,
+                retry_after,
+            }) => {
                 let facts = [
                     ("class", class.to_string()),
                     ("kind", kind.to_string()),
@@ -113,14 +119,27 @@ impl Fault {
                 ];
                 ("QUEUE_FULL", retry_after, Vec::from(facts))
             }
-            Fault::Refusal(Refusal::Deadline { class, waited, retry_after }) => {
-                let facts = [("class", class.to_string()), ("waited_ms", waited.as_millis().to_string())];
+            Fault::Refusal(Refusal::Deadline {
+                class,
+                waited,
+                retry_after,
+            }) => {
+                let facts = [
+                    ("class", class.to_string()),
+                    ("waited_ms", waited.as_millis().to_string()),
+                ];
                 ("QUEUE_DEADLINE", retry_after, Vec::from(facts))
             }
             _ => return None,
         };
-        let facts = facts.into_iter().map(|(name, value)| (name.to_owned(), value));
-        let mut details = ErrorDetails::with_error_info(reason, DOMAIN, HashMap::<String, String>::from_iter(facts));
+        let facts = facts
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value));
+        let mut details = ErrorDetails::with_error_info(
+            reason,
+            DOMAIN,
+            HashMap::<String, String>::from_iter(facts),
+        );
         details.set_retry_info(Some(*retry_after));
         Some(details)
     }
@@ -129,16 +148,22 @@ impl Fault {
     fn code(&self) -> (Code, Option<Duration>) {
         match self {
             Fault::Argument(_) | Fault::Body(_) => (Code::InvalidArgument, None),
-            Fault::UnknownModel(_) | Fault::NoEvents(_) | Fault::NotBooked { .. } => (Code::NotFound, None),
-            Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => (Code::AlreadyExists, None),
+            Fault::UnknownModel(_) | Fault::NoEvents(_) | Fault::NotBooked { .. } => {
+                (Code::NotFound, None)
+            }
+            Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => {
+                (Code::AlreadyExists, None)
+            }
             Fault::Booking(Refused::NotServing { .. }) => (Code::NotFound, None),
-            Fault::Booking(Refused::Full { .. } | Refused::Blocks { .. }) => (Code::ResourceExhausted, Some(SOON)),
+            Fault::Booking(Refused::Full { .. } | Refused::Blocks { .. }) => {
+                (Code::ResourceExhausted, Some(SOON))
+            }
             Fault::Detached(_) | Fault::Format(_) => (Code::FailedPrecondition, None),
             Fault::NotReady => (Code::Unavailable, Some(SOON)),
             Fault::TooMany(..) => (Code::ResourceExhausted, Some(SOON)),
-            Fault::Refusal(Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. }) => {
-                (Code::ResourceExhausted, Some(*retry_after))
-            }
+            Fault::Refusal(
+                Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. },
+            ) => (Code::ResourceExhausted, Some(*retry_after)),
             Fault::Refusal(Refusal::Failed) => (Code::Internal, None),
             Fault::Refusal(Refusal::Refused(error)) => code_of(*error),
         }
@@ -147,8 +172,12 @@ impl Fault {
 
 fn code_of(error: RouteError) -> (Code, Option<Duration>) {
     match error {
-        RouteError::NoFleet | RouteError::NoCandidate | RouteError::NoPrefill => (Code::Unavailable, Some(SOON)),
-        RouteError::Pin(Ineligible::PinUnknown(_) | Ineligible::PinRankUnknown { .. }) => (Code::NotFound, None),
+        RouteError::NoFleet | RouteError::NoCandidate | RouteError::NoPrefill => {
+            (Code::Unavailable, Some(SOON))
+        }
+        RouteError::Pin(Ineligible::PinUnknown(_) | Ineligible::PinRankUnknown { .. }) => {
+            (Code::NotFound, None)
+        }
         RouteError::Pin(_) => (Code::InvalidArgument, None),
         RouteError::Overloaded(_) => (Code::ResourceExhausted, Some(SOON)),
         RouteError::Unsatisfied => (Code::FailedPrecondition, None),
@@ -165,7 +194,9 @@ impl From<Fault> for Status {
         if let Some(retry) = retry {
             // A fraction of a second is still a second.
             let seconds = retry.as_secs() + u64::from(retry.subsec_nanos() > 0);
-            status.metadata_mut().insert("retry-after", MetadataValue::from(seconds));
+            status
+                .metadata_mut()
+                .insert("retry-after", MetadataValue::from(seconds));
         }
         status
     }
@@ -179,9 +210,16 @@ mod tests {
 
     #[test]
     fn every_refusal_has_the_status_that_says_what_to_do() {
-        let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
+        let rank = WorkerRank {
+            worker: WorkerId(7),
+            rank: DpRank(0),
+        };
         let retry_after = Duration::from_millis(1500);
-        let full = Refusal::Deadline { class: "default".into(), waited: Duration::ZERO, retry_after };
+        let full = Refusal::Deadline {
+            class: "default".into(),
+            waited: Duration::ZERO,
+            retry_after,
+        };
         let cases: [(Fault, Code, Option<&str>); 17] = [
             (Fault::Detached(rank), Code::FailedPrecondition, None),
             (Fault::Format(1), Code::FailedPrecondition, None),
@@ -189,21 +227,52 @@ mod tests {
             (Fault::argument("x"), Code::InvalidArgument, None),
             (Fault::Body(Reason::Unreadable), Code::InvalidArgument, None),
             (Fault::UnknownModel("m".into()), Code::NotFound, None),
-            (Refused::Booked { attempt: 1 }.into(), Code::AlreadyExists, None),
+            (
+                Refused::Booked { attempt: 1 }.into(),
+                Code::AlreadyExists,
+                None,
+            ),
             (Refused::NotServing { rank }.into(), Code::NotFound, None),
-            (Refused::Full { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
-            (Refused::Blocks { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
-            (Fault::TooMany("dumps", 4), Code::ResourceExhausted, Some("1")),
+            (
+                Refused::Full { most: 1 }.into(),
+                Code::ResourceExhausted,
+                Some("1"),
+            ),
+            (
+                Refused::Blocks { most: 1 }.into(),
+                Code::ResourceExhausted,
+                Some("1"),
+            ),
+            (
+                Fault::TooMany("dumps", 4),
+                Code::ResourceExhausted,
+                Some("1"),
+            ),
             (full.into(), Code::ResourceExhausted, Some("2")),
             (Refusal::Failed.into(), Code::Internal, None),
             (RouteError::NoFleet.into(), Code::Unavailable, Some("1")),
-            (RouteError::Pin(Ineligible::PinUnknown(WorkerId(7))).into(), Code::NotFound, None),
-            (RouteError::Pin(Ineligible::PinnedWorkerNotAllowed(WorkerId(7))).into(), Code::InvalidArgument, None),
-            (RouteError::Unsatisfied.into(), Code::FailedPrecondition, None),
+            (
+                RouteError::Pin(Ineligible::PinUnknown(WorkerId(7))).into(),
+                Code::NotFound,
+                None,
+            ),
+            (
+                RouteError::Pin(Ineligible::PinnedWorkerNotAllowed(WorkerId(7))).into(),
+                Code::InvalidArgument,
+                None,
+            ),
+            (
+                RouteError::Unsatisfied.into(),
+                Code::FailedPrecondition,
+                None,
+            ),
         ];
         for (fault, code, retry) in cases {
             let status = Status::from(fault.clone());
-            let told = status.metadata().get("retry-after").map(|value| value.to_str().unwrap());
+            let told = status
+                .metadata()
+                .get("retry-after")
+                .map(|value| value.to_str().unwrap());
             assert_eq!((status.code(), told), (code, retry), "{fault}");
             assert_eq!(status.message(), fault.to_string());
         }
@@ -214,19 +283,49 @@ mod tests {
         let retry_after = Duration::from_millis(1500);
         let class = || "default".into();
         let kind = LimitKind::PromptTokens;
-        let full = Refusal::Overflow { class: class(), kind, current: 70, limit: 64, retry_after };
-        let late = Refusal::Deadline { class: class(), waited: Duration::from_millis(30), retry_after };
+        let full = Refusal::Overflow {
+            class: class(),
+            kind,
+            current: 70,
+            limit: 64,
+            retry_after,
+        };
+        let late = Refusal::Deadline {
+            class: class(),
+            waited: Duration::from_millis(30),
+            retry_after,
+        };
         let kind = kind.to_string();
-        let of_full = vec![("class", "default"), ("current", "70"), ("kind", kind.as_str()), ("limit", "64")];
+        let of_full = vec![
+            ("class", "default"),
+            ("current", "70"),
+            ("kind", kind.as_str()),
+            ("limit", "64"),
+        ];
         let of_late = vec![("class", "default"), ("waited_ms", "30")];
-        for (refusal, reason, expected) in [(full, "QUEUE_FULL", of_full), (late, "QUEUE_DEADLINE", of_late)] {
+        for (refusal, reason, expected) in [
+            (full, "QUEUE_FULL", of_full),
+            (late, "QUEUE_DEADLINE", of_late),
+        ] {
             let details = Status::from(Fault::from(refusal)).get_error_details();
             let info = details.error_info().unwrap();
-            let mut facts: Vec<_> = info.metadata.iter().map(|(key, value)| (&**key, &**value)).collect();
+            let mut facts: Vec<_> = info
+                .metadata
+                .iter()
+                .map(|(key, value)| (&**key, &**value))
+                .collect();
             facts.sort_unstable();
-            assert_eq!((&*info.reason, &*info.domain, facts), (reason, "warmroute", expected));
+            assert_eq!(
+                (&*info.reason, &*info.domain, facts),
+                (reason, "warmroute", expected)
+            );
             assert_eq!(details.retry_info().unwrap().retry_delay, Some(retry_after));
         }
-        assert!(Status::from(Fault::NotReady).get_error_details().error_info().is_none());
+        assert!(
+            Status::from(Fault::NotReady)
+                .get_error_details()
+                .error_info()
+                .is_none()
+        );
     }
 }

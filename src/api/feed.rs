@@ -30,7 +30,10 @@ pub struct Feed {
 impl Default for Feed {
     fn default() -> Self {
         let fleet = watch::Sender::new(Arc::new(Fleet::empty()));
-        Self { writers: Mutex::default(), fleet }
+        Self {
+            writers: Mutex::default(),
+            fleet,
+        }
     }
 }
 
@@ -46,7 +49,10 @@ impl Feed {
 
     /// A writer begins to follow its rank. It ends when what is returned is dropped.
     pub fn join(&self, rank: WorkerRank, writer: RankWriter) -> Joined {
-        let seat = Arc::new(Seat { writer: Mutex::new(Some(writer)), position: SharedPosition::default() });
+        let seat = Arc::new(Seat {
+            writer: Mutex::new(Some(writer)),
+            position: SharedPosition::default(),
+        });
         let mut writers = self.writers.lock();
         writers.retain(|_, seat| seat.strong_count() > 0);
         writers.insert(rank, Arc::downgrade(&seat));
@@ -61,18 +67,27 @@ impl Feed {
     /// The ranks that have a writer, in order.
     pub fn ranks(&self) -> Vec<WorkerRank> {
         let writers = self.writers.lock();
-        writers.iter().filter(|(_, seat)| seat.strong_count() > 0).map(|(rank, _)| *rank).collect()
+        writers
+            .iter()
+            .filter(|(_, seat)| seat.strong_count() > 0)
+            .map(|(rank, _)| *rank)
+            .collect()
     }
 
     /// What a rank holds, and up to which of its events. These wait meanwhile.
     pub fn copy(&self, rank: WorkerRank) -> Option<RankDump> {
         let seat = self.writers.lock().get(&rank)?.upgrade()?;
-        seat.position.copy(|| Some(seat.writer.lock().as_ref()?.portrait(rank)))
+        seat.position
+            .copy(|| Some(seat.writer.lock().as_ref()?.portrait(rank)))
     }
 
     /// Reads a writer; its events wait meanwhile, and nothing else does. That is in proportion to what the rank holds:
     /// a copy made in parts would mix what was with what is. `None` where the rank has none.
-    pub(super) fn read<T>(&self, rank: WorkerRank, read: impl FnOnce(&RankWriter) -> T) -> Option<T> {
+    pub(super) fn read<T>(
+        &self,
+        rank: WorkerRank,
+        read: impl FnOnce(&RankWriter) -> T,
+    ) -> Option<T> {
         let seat = self.writers.lock().get(&rank)?.upgrade()?;
         let writer = seat.writer.lock();
         writer.as_ref().map(read)
@@ -91,14 +106,21 @@ impl Joined {
 
     /// Begins with what another router knows of the rank.
     pub fn restore(&self, dump: &RankDump) {
-        let writer = || self.lock().as_mut().into_iter().for_each(|writer| writer.restore(dump));
+        let writer = || {
+            self.lock()
+                .as_mut()
+                .into_iter()
+                .for_each(|writer| writer.restore(dump))
+        };
         self.0.position.restore(dump, writer);
     }
 
     /// Applies one event.
     pub fn apply(&self, event: &KvEvent) -> Outcome {
         // Only drop takes the writer out.
-        self.lock().as_mut().map_or(Outcome::Ok, |writer| writer.apply(event))
+        self.lock()
+            .as_mut()
+            .map_or(Outcome::Ok, |writer| writer.apply(event))
     }
 
     /// Events were lost for good; how often so far.
@@ -139,7 +161,10 @@ mod tests {
     #[test]
     fn a_writer_is_known_until_its_source_ends_and_its_successor_after_it() {
         let (feed, index) = (Feed::default(), PrefixIndex::new());
-        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+        let rank = WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(0),
+        };
         let first = feed.join(rank, index.join(Slot(0)));
         assert_eq!((feed.ranks(), index.stats().slots.len()), (vec![rank], 1));
         drop(first);
@@ -156,13 +181,19 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
     async fn while_a_writer_is_read_its_events_wait_and_others_are_served() {
         let (feed, index) = (Arc::new(Feed::default()), PrefixIndex::new());
-        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+        let rank = WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(0),
+        };
         let joined = feed.join(rank, index.join(Slot(0)));
-        let ((begun, has_begun), (end, has_ended)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
+        let ((begun, has_begun), (end, has_ended)) =
+            (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
         let reading = std::thread::spawn(move || {
             feed.read(rank, |_| {
                 begun.send(()).unwrap();
-                has_ended.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
+                has_ended
+                    .recv_timeout(std::time::Duration::from_secs(20))
+                    .unwrap();
             })
         });
         has_begun.recv().unwrap();
@@ -173,7 +204,9 @@ mod tests {
         });
         told.await.unwrap();
         // The only thread of the runtime is waiting now, or will in a moment.
-        tokio::spawn(async move { end.send(()).unwrap() }).await.unwrap();
+        tokio::spawn(async move { end.send(()).unwrap() })
+            .await
+            .unwrap();
         assert_eq!(events.await.unwrap(), Outcome::Ok);
         assert_eq!(reading.join().unwrap(), Some(()));
     }

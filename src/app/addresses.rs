@@ -16,9 +16,12 @@ pub(super) async fn ensure_free(config: &Config) -> anyhow::Result<bool> {
     {
         return Ok(true);
     }
-    listeners(config).into_iter().try_for_each(|(name, address)| {
-        is_free(address).with_context(|| format!("the {name} address {address} cannot be bound"))
-    })?;
+    listeners(config)
+        .into_iter()
+        .try_for_each(|(name, address)| {
+            is_free(address)
+                .with_context(|| format!("the {name} address {address} cannot be bound"))
+        })?;
     Ok(false)
 }
 
@@ -31,11 +34,18 @@ fn listeners(config: &Config) -> Vec<(&'static str, SocketAddr)> {
         ("ext_proc", config.listen.tcp),
         ("api", config.api.as_ref().map(|api| api.listen)),
     ];
-    listeners.into_iter().filter_map(|(name, address)| Some((name, address?))).collect()
+    listeners
+        .into_iter()
+        .filter_map(|(name, address)| Some((name, address?)))
+        .collect()
 }
 
 fn is_free(address: SocketAddr) -> std::io::Result<()> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    let socket = if address.is_ipv4() {
+        TcpSocket::new_v4()
+    } else {
+        TcpSocket::new_v6()
+    }?;
     socket.set_reuseaddr(true)?;
     socket.bind(address)
 }

@@ -36,12 +36,23 @@ pub(super) struct Told {
 }
 
 impl Announcer {
-    pub(super) fn new(config: Option<&EnvoyConfig>, envoys: Option<Arc<Envoys>>, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(
+        config: Option<&EnvoyConfig>,
+        envoys: Option<Arc<Envoys>>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         let file = config.and_then(|envoy| {
             let path = envoy.endpoints_file.clone()?;
-            Some(EndpointsFile { path, cluster: envoy.cluster.clone() })
+            Some(EndpointsFile {
+                path,
+                cluster: envoy.cluster.clone(),
+            })
         });
-        Self { file, envoys, metrics }
+        Self {
+            file,
+            envoys,
+            metrics,
+        }
     }
 
     /// Whether anybody is told.
@@ -60,7 +71,9 @@ impl Announcer {
                 warn!(file = %path.display(), %error, "Envoy's endpoint file cannot be written");
             }
         }
-        Told { generation: self.envoys.as_ref().map(|envoys| envoys.publish(workers)) }
+        Told {
+            generation: self.envoys.as_ref().map(|envoys| envoys.publish(workers)),
+        }
     }
 
     /// Waits until what was told can be relied upon.
@@ -71,8 +84,13 @@ impl Announcer {
             }
         };
         let said = async {
-            let (Some(envoys), Some(generation)) = (&self.envoys, told.generation) else { return };
-            if tokio::time::timeout(ENVOY_SAYS, envoys.reached(generation)).await.is_err() {
+            let (Some(envoys), Some(generation)) = (&self.envoys, told.generation) else {
+                return;
+            };
+            if tokio::time::timeout(ENVOY_SAYS, envoys.reached(generation))
+                .await
+                .is_err()
+            {
                 envoys.skip_slow(generation);
                 warn!(
                     generation,

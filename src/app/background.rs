@@ -56,15 +56,33 @@ impl App {
         config: &Config,
         entrance: &Arc<Entrance>,
     ) -> anyhow::Result<Option<Arc<Replica>>> {
-        let Some(settings) = &config.replicas else { return Ok(None) };
-        let key = match config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))? {
+        let Some(settings) = &config.replicas else {
+            return Ok(None);
+        };
+        let key = match config
+            .tracking_hash
+            .load()
+            .map_err(|problem| anyhow::anyhow!("{}", problem.text))?
+        {
             TrackingHash::Public => None,
             TrackingHash::Keyed(key) => Some(key),
         };
-        let name = settings.name.clone().or_else(tls::host_name).unwrap_or_default();
-        let (metrics, ready) = (self.reloader.metrics.clone(), self.readiness.wait_for(REPLICAS));
-        let replica =
-            Replica::new(settings, name, (entrance.clone(), metrics.clone()), (ready, self.readiness.clone()), key);
+        let name = settings
+            .name
+            .clone()
+            .or_else(tls::host_name)
+            .unwrap_or_default();
+        let (metrics, ready) = (
+            self.reloader.metrics.clone(),
+            self.readiness.wait_for(REPLICAS),
+        );
+        let replica = Replica::new(
+            settings,
+            name,
+            (entrance.clone(), metrics.clone()),
+            (ready, self.readiness.clone()),
+            key,
+        );
         let (talking, stop) = (replica.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("replicas", &metrics, stop, || {
@@ -87,7 +105,11 @@ impl App {
     ) -> anyhow::Result<()> {
         let metrics = self.reloader.metrics.clone();
         let (desired, sets) = mpsc::unbounded_channel();
-        let (said, heard) = watch::channel(if config.learn.enabled { Arc::default() } else { learn::off() });
+        let (said, heard) = watch::channel(if config.learn.enabled {
+            Arc::default()
+        } else {
+            learn::off()
+        });
         let (entering, resync) = (entrance.clone(), SharedResync::default());
         resync.set(config.index_trust.resync);
         let announcer = Announcer::new(config.envoy.as_ref(), envoys, metrics.clone());
@@ -98,7 +120,12 @@ impl App {
             said: heard,
             resync: resync.clone(),
             announcer,
-            takeover: config.takeover.as_ref().map(Takeover::new).transpose()?.map(Arc::new),
+            takeover: config
+                .takeover
+                .as_ref()
+                .map(Takeover::new)
+                .transpose()?
+                .map(Arc::new),
         };
         let keeper = Keeper::new(config, parts, self.readiness.clone());
         self.learn(config, entrance.router(), said);
@@ -116,7 +143,11 @@ impl App {
         });
         let router = entrance.router().clone();
         self.reloader.part("router", move |next| {
-            let (router, settings, resync) = (router.clone(), next.config.router_settings(), resync.clone());
+            let (router, settings, resync) = (
+                router.clone(),
+                next.config.router_settings(),
+                resync.clone(),
+            );
             Ok(Box::new(move || {
                 resync.set(settings.trust.resync);
                 router.set_settings(settings);
@@ -124,7 +155,14 @@ impl App {
         });
         let (cluster, stop) = (self.reloader.cluster.clone(), self.stop.clone());
         self.background.spawn(async move {
-            let follow = || workers::follow(wanted.clone(), desired.clone(), cluster.clone(), metrics.clone());
+            let follow = || {
+                workers::follow(
+                    wanted.clone(),
+                    desired.clone(),
+                    cluster.clone(),
+                    metrics.clone(),
+                )
+            };
             supervise("workers", &metrics, stop, follow).await;
         });
         Ok(())
@@ -146,13 +184,18 @@ impl App {
         });
         let (entrance, audit, stop) = (entrance.clone(), self.audit.clone(), self.stop.clone());
         self.background.spawn(async move {
-            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone(), audit.clone())).await;
+            supervise("sweep", &metrics_of_sweep, stop, || {
+                sweep(entrance.clone(), audit.clone())
+            })
+            .await;
         });
     }
 
     /// Keeps in touch with those who are asked for the index.
     pub(super) fn keep_in_touch(&mut self) {
-        let Some(asker) = self.reloader.asker.clone() else { return };
+        let Some(asker) = self.reloader.asker.clone() else {
+            return;
+        };
         let (metrics, stop) = (self.reloader.metrics.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("remote_index", &metrics, stop, || {
@@ -164,12 +207,28 @@ impl App {
     }
 
     /// Starts what tells engines of sessions, if they are to be told.
-    pub(super) fn tell_engines(&mut self, config: &Config, entrance: &Arc<Entrance>, replica: Option<Arc<Replica>>) {
+    pub(super) fn tell_engines(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        replica: Option<Arc<Replica>>,
+    ) {
         let metrics = self.reloader.metrics.clone();
-        let engine = config.sessions.as_ref().and_then(|sessions| sessions.engine.clone());
-        let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else { return };
+        let engine = config
+            .sessions
+            .as_ref()
+            .and_then(|sessions| sessions.engine.clone());
+        let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else {
+            return;
+        };
         let access = EngineAccess::new(&self.reloader.client(), &config.engines);
-        let engines = EngineSessions::new(engine, access, sessions.clone(), entrance.router().clone(), metrics.clone());
+        let engines = EngineSessions::new(
+            engine,
+            access,
+            sessions.clone(),
+            entrance.router().clone(),
+            metrics.clone(),
+        );
         let renewed = engines.clone();
         self.reloader.part("engine_sessions", move |next| {
             let engines = renewed.clone();
@@ -194,7 +253,9 @@ impl App {
             })
             .await;
             // Our sessions end with us, and the next of us would open them anew; with others they go on.
-            engines.close_all(FAREWELL, replica.is_some_and(|replica| replica.has_heirs())).await;
+            engines
+                .close_all(FAREWELL, replica.is_some_and(|replica| replica.has_heirs()))
+                .await;
         });
     }
 }

@@ -18,12 +18,19 @@ pub(super) struct Cuttable<S> {
 impl<S> Cuttable<S> {
     pub(super) fn new(socket: S, cut: &CancellationToken) -> Self {
         // Of its own, so that no connection waits for another's lock.
-        Self { socket, cut: Box::pin(cut.child_token().cancelled_owned()) }
+        Self {
+            socket,
+            cut: Box::pin(cut.child_token().cancelled_owned()),
+        }
     }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Cuttable<S> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         match self.cut.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Ok(())),
             Poll::Pending => Pin::new(&mut self.socket).poll_read(cx, into),
@@ -33,7 +40,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Cuttable<S> {
 
 impl<S> Cuttable<S> {
     /// Ends a write that waits for the client. `h2` does not read while a write waits.
-    fn after_write<T>(&mut self, cx: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn after_write<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        polled: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         if polled.is_pending() && self.cut.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
@@ -42,7 +53,11 @@ impl<S> Cuttable<S> {
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Cuttable<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        from: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let polled = Pin::new(&mut self.socket).poll_write(cx, from);
         self.after_write(cx, polled)
     }
@@ -94,7 +109,10 @@ mod tests {
         tokio::task::yield_now().await;
         assert!(!writing.is_finished());
         cut.cancel();
-        let ended = tokio::time::timeout(std::time::Duration::from_secs(5), writing).await.unwrap().unwrap();
+        let ended = tokio::time::timeout(std::time::Duration::from_secs(5), writing)
+            .await
+            .unwrap()
+            .unwrap();
         assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
     }
 }

@@ -35,7 +35,11 @@ pub(super) struct Loaded {
 impl Encoders {
     /// None yet.
     pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
-        Self { kept: Mutex::default(), named: Mutex::default(), prompts: PromptCache::new(0, metrics.clone()) }
+        Self {
+            kept: Mutex::default(),
+            named: Mutex::default(),
+            prompts: PromptCache::new(0, metrics.clone()),
+        }
     }
 
     /// Loads what is not there yet, all at once.
@@ -48,7 +52,9 @@ impl Encoders {
                 let (name, files, known) = (model.name.clone(), files_of(model), known.clone());
                 let (traits, prompts) = (traits_of(model), self.prompts.clone());
                 tokio::task::spawn_blocking(move || {
-                    files.map(|files| encoder(&name, (&files, &traits), &known, prompts)).transpose()
+                    files
+                        .map(|files| encoder(&name, (&files, &traits), &known, prompts))
+                        .transpose()
                 })
             })
             .collect();
@@ -59,15 +65,32 @@ impl Encoders {
             prompt_cache: config.limits.prompt_cache.bytes(),
         };
         for (model, encoder) in config.models.iter().zip(loading) {
-            let found = encoder.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
+            let found = encoder
+                .await?
+                .with_context(|| format!("model {} cannot be served exactly", model.name))?;
             if found.is_none() && model.engine_tokens.is_none() {
                 warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
             }
-            let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
+            let windows = if model.eagle {
+                Windows::Eagle
+            } else {
+                Windows::Plain
+            };
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
-            loaded.named.extend(encoder.iter().map(|encoder| (model.name.clone(), encoder.clone())));
-            let (name, block_size, media) = (model.name.clone(), model.blocks(), model.media_tokens());
-            let served = Model { name, block_size, windows, media, encoder };
+            loaded.named.extend(
+                encoder
+                    .iter()
+                    .map(|encoder| (model.name.clone(), encoder.clone())),
+            );
+            let (name, block_size, media) =
+                (model.name.clone(), model.blocks(), model.media_tokens());
+            let served = Model {
+                name,
+                block_size,
+                windows,
+                media,
+                encoder,
+            };
             if let Some(advice) = without_template(&served) {
                 warn!(of = advice.subject, fix = advice.mend, "{}", advice.seen);
             }
@@ -85,7 +108,11 @@ impl Encoders {
     /// Whether other ones were loaded than are kept.
     pub(super) fn differ(&self, loaded: &Loaded) -> bool {
         let kept = self.kept.lock();
-        kept.len() != loaded.encoders.len() || loaded.encoders.keys().any(|fingerprint| !kept.contains_key(fingerprint))
+        kept.len() != loaded.encoders.len()
+            || loaded
+                .encoders
+                .keys()
+                .any(|fingerprint| !kept.contains_key(fingerprint))
     }
 
     /// Keeps these, and no others.
@@ -98,15 +125,26 @@ impl Encoders {
 
 fn files_of(model: &ModelConfig) -> Option<prompt::Config> {
     let tokenizer = model.tokenizer.clone()?;
-    let (tokenizer_config, chat_template) = (model.tokenizer_config.clone(), model.chat_template.clone());
-    Some(prompt::Config { tokenizer, tokenizer_config, chat_template })
+    let (tokenizer_config, chat_template) =
+        (model.tokenizer_config.clone(), model.chat_template.clone());
+    Some(prompt::Config {
+        tokenizer,
+        tokenizer_config,
+        chat_template,
+    })
 }
 
 fn traits_of(model: &ModelConfig) -> Traits {
     let name = model.name.as_str().to_owned();
     let (engine, transformers) = (model.engine, model.transformers);
     let (tokenizer_class, media) = (model.tokenizer_class.clone(), model.media.clone());
-    Traits { name, engine, transformers, tokenizer_class, media }
+    Traits {
+        name,
+        engine,
+        transformers,
+        tokenizer_class,
+        media,
+    }
 }
 
 fn encoder(

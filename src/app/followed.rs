@@ -31,12 +31,24 @@ pub(super) fn task_name(rank: WorkerRank) -> String {
 /// Writes down what is known, for the next start.
 pub(super) fn leave(file: &Path, feed: &Feed, router: &Router) {
     // Whoever was not heard at the end may hold anything by now.
-    let heard = feed.ranks().into_iter().filter(|rank| router.trust(*rank).is_attached());
-    let ranks = heard.filter_map(|rank| feed.copy(rank)).filter(|held| held.position().is_some());
+    let heard = feed
+        .ranks()
+        .into_iter()
+        .filter(|rank| router.trust(*rank).is_attached());
+    let ranks = heard
+        .filter_map(|rank| feed.copy(rank))
+        .filter(|held| held.position().is_some());
     match takeover::write(file, ranks) {
-        Ok(0) => info!(file = %file.display(), "nothing is known that could be left for the next start"),
-        Ok(ranks) => info!(file = %file.display(), ranks, "what is known is left for the next start"),
-        Err(problem) => warn!(problem = format!("{problem:#}"), "what is known is not left for the next start"),
+        Ok(0) => {
+            info!(file = %file.display(), "nothing is known that could be left for the next start")
+        }
+        Ok(ranks) => {
+            info!(file = %file.display(), ranks, "what is known is left for the next start")
+        }
+        Err(problem) => warn!(
+            problem = format!("{problem:#}"),
+            "what is known is not left for the next start"
+        ),
     }
 }
 
@@ -57,7 +69,9 @@ impl Followed {
     pub(super) async fn run(mut self, ready: Option<ReadyGuard>, stop: CancellationToken) {
         let (state, states) = watch::channel(SourceState::Connecting);
         let witness = Witness::default();
-        self.router.sources().watch(self.spec.rank, witness.source().clone());
+        self.router
+            .sources()
+            .watch(self.spec.rank, witness.source().clone());
         let name = task_name(self.spec.rank);
         // Only at the first start: after a failure the engine knows best.
         let mut takeover = self.takeover.take();
@@ -89,12 +103,18 @@ impl Followed {
     /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
     fn sink(&self) -> (Arc<Joined>, RankSink) {
         let slot = self.member.slot;
-        let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(slot)));
+        let joined = Arc::new(
+            self.feed
+                .join(self.spec.rank, self.router.index().join(slot)),
+        );
         // The capacity may have become known after the source was started.
         let fleet = self.router.fleet();
-        let current = fleet.member(slot).filter(|member| member.rank == self.member.rank);
+        let current = fleet
+            .member(slot)
+            .filter(|member| member.rank == self.member.rank);
         self.router.limit_blocks(current.unwrap_or(&self.member));
-        let (doubted, settled, position) = (joined.clone(), joined.clone(), joined.position().clone());
+        let (doubted, settled, position) =
+            (joined.clone(), joined.clone(), joined.position().clone());
         let applied = joined.clone();
         let sink = RankSink {
             apply: Box::new(move |event| applied.apply(event)),
@@ -106,7 +126,12 @@ impl Followed {
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
-    async fn follow(&self, mut states: watch::Receiver<SourceState>, witness: &Witness, mut ready: Option<ReadyGuard>) {
+    async fn follow(
+        &self,
+        mut states: watch::Receiver<SourceState>,
+        witness: &Witness,
+        mut ready: Option<ReadyGuard>,
+    ) {
         let mut looks = tokio::time::interval(LOOK);
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
@@ -142,7 +167,11 @@ impl Followed {
         let was_silent = witness.source().lock().is_silent();
         // Answers may have settled doubts since the last batch.
         witness.note(|source| {
-            self.router.index().doubted(self.member.slot).into_iter().for_each(|doubted| source.doubted(doubted));
+            self.router
+                .index()
+                .doubted(self.member.slot)
+                .into_iter()
+                .for_each(|doubted| source.doubted(doubted));
             source.look(std::time::Instant::now(), &rules);
         });
         if !was_silent && witness.source().lock().is_silent() {

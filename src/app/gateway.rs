@@ -44,14 +44,30 @@ pub(super) struct Callers {
 }
 
 impl Gateway {
-    pub(super) fn new(entrance: Arc<Entrance>, kept: Arc<Kept>, under_way: TaskTracker) -> Arc<Self> {
-        Arc::new(Self { entrance, kept, under_way, callers: Mutex::default() })
+    pub(super) fn new(
+        entrance: Arc<Entrance>,
+        kept: Arc<Kept>,
+        under_way: TaskTracker,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            entrance,
+            kept,
+            under_way,
+            callers: Mutex::default(),
+        })
     }
 
     /// The ext_proc service of one configuration, with its ways to workers: those in use where nothing changes for them, so
     /// that connections and limits go on.
-    pub(super) fn prepare(&self, config: &Config, intake: Arc<Intake>) -> anyhow::Result<(ExtProc, Callers)> {
-        let callers = self.callers.lock().renewed(config, self.kept.metrics(), &self.under_way)?;
+    pub(super) fn prepare(
+        &self,
+        config: &Config,
+        intake: Arc<Intake>,
+    ) -> anyhow::Result<(ExtProc, Callers)> {
+        let callers = self
+            .callers
+            .lock()
+            .renewed(config, self.kept.metrics(), &self.under_way)?;
         let (entrance, metrics) = (self.entrance.clone(), self.kept.metrics().clone());
         let live = Live {
             pipeline: Pipeline::new(
@@ -78,19 +94,35 @@ impl Gateway {
 }
 
 impl Callers {
-    fn renewed(&self, config: &Config, metrics: &Arc<Metrics>, under_way: &TaskTracker) -> anyhow::Result<Self> {
+    fn renewed(
+        &self,
+        config: &Config,
+        metrics: &Arc<Metrics>,
+        under_way: &TaskTracker,
+    ) -> anyhow::Result<Self> {
         let mut next = Self::default();
         for model in &config.models {
-            let Some(prefill) = model.prefill.as_ref().filter(|prefill| prefill.by != By::Header) else { continue };
-            let (engines, deadline) = (engines_for(prefill, &config.engines), prefill.deadline.get());
+            let Some(prefill) = model
+                .prefill
+                .as_ref()
+                .filter(|prefill| prefill.by != By::Header)
+            else {
+                continue;
+            };
+            let (engines, deadline) = (
+                engines_for(prefill, &config.engines),
+                prefill.deadline.get(),
+            );
             let caller = match self.prefills.get(&model.name) {
                 Some(caller) => caller.renewed(engines, deadline),
-                None => Caller::new(engines, deadline, metrics.clone()).map(|new| new.tracked(under_way.clone())),
+                None => Caller::new(engines, deadline, metrics.clone())
+                    .map(|new| new.tracked(under_way.clone())),
             };
             let caller = caller.with_context(|| format!("the prefills of {}", model.name))?;
             // One name for two prompts, or one room, is another matter than a prompt that is computed twice.
             let repeats = prefill.by == By::Call && prefill.protocol == Protocol::Vllm;
-            next.prefills.insert(model.name.clone(), caller.repeating(repeats));
+            next.prefills
+                .insert(model.name.clone(), caller.repeating(repeats));
             if prefill.by == By::Mirror && next.aborts.is_none() {
                 next.aborts = Some(match &self.aborts {
                     Some(aborts) => aborts.renewed(&config.engines)?,
@@ -104,7 +136,10 @@ impl Callers {
     /// How prefills are carried out.
     fn prefills(&self, config: &Config, audit: &Arc<Audit>) -> Prefills {
         let way = |model: &ModelConfig| {
-            let (caller, prefill) = (self.prefills.get(&model.name)?.clone(), model.prefill.as_ref()?);
+            let (caller, prefill) = (
+                self.prefills.get(&model.name)?.clone(),
+                model.prefill.as_ref()?,
+            );
             let way = match prefill.by {
                 By::Header => return None,
                 By::Call => Way::Call(Arc::new(Call {
@@ -132,13 +167,26 @@ impl Callers {
 }
 
 fn engines_for(prefill: &PrefillConfig, engines: &EnginesConfig) -> EnginesConfig {
-    let in_flight = if prefill.by == By::Call { prefill.in_flight } else { engines.in_flight };
-    EnginesConfig { in_flight, ..engines.clone() }
+    let in_flight = if prefill.by == By::Call {
+        prefill.in_flight
+    } else {
+        engines.in_flight
+    };
+    EnginesConfig {
+        in_flight,
+        ..engines.clone()
+    }
 }
 
 fn policy(config: &Config) -> Policy {
-    let with_headers = config.models.iter().filter(|model| model.first_token == FirstToken::Headers);
-    let failure = config.models.iter().filter_map(|model| Some((model.name.clone(), model.failure_mode?)));
+    let with_headers = config
+        .models
+        .iter()
+        .filter(|model| model.first_token == FirstToken::Headers);
+    let failure = config
+        .models
+        .iter()
+        .filter_map(|model| Some((model.name.clone(), model.failure_mode?)));
     Policy {
         failure: config.failure,
         failure_of: failure.collect(),
@@ -153,7 +201,10 @@ fn policy(config: &Config) -> Policy {
 fn options(config: &Config) -> Options {
     let assumed = match config.gateway.assume {
         AssumedBodies::Buffered => Modes::default(),
-        AssumedBodies::FullDuplex => Modes { request: BodyMode::FullDuplex, response: BodyMode::FullDuplex },
+        AssumedBodies::FullDuplex => Modes {
+            request: BodyMode::FullDuplex,
+            response: BodyMode::FullDuplex,
+        },
     };
     Options {
         paths: Arc::new(Paths::new(&config.paths)),
@@ -199,11 +250,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let worker = Endpoint(listener.local_addr().unwrap());
         let caller = async |ConnectInfo(from): ConnectInfo<SocketAddr>| from.to_string();
-        let routes: IntoMakeServiceWithConnectInfo<Router, SocketAddr> =
-            Router::new().fallback(post(caller)).into_make_service_with_connect_info();
+        let routes: IntoMakeServiceWithConnectInfo<Router, SocketAddr> = Router::new()
+            .fallback(post(caller))
+            .into_make_service_with_connect_info();
         tokio::spawn(async move { axum::serve(listener, routes).await });
         let (metrics, under_way) = (Arc::new(Metrics::new()), TaskTracker::new());
-        let next = |before: &Callers, more| before.renewed(&config(more), &metrics, &under_way).unwrap();
+        let next =
+            |before: &Callers, more| before.renewed(&config(more), &metrics, &under_way).unwrap();
         let first = next(&Callers::default(), "");
         let same = next(&first, "load: {output_blocks: true}");
         let other = next(&first, "engines: {answer: 1MiB}");
@@ -225,7 +278,10 @@ mod tests {
             }
         }
         for (model, seen) in connections {
-            assert!(seen[0] == seen[1] && seen[1] != seen[2], "{model}: {seen:?}");
+            assert!(
+                seen[0] == seen[1] && seen[1] != seen[2],
+                "{model}: {seen:?}"
+            );
         }
         let aborts = |callers: &Callers| Arc::as_ptr(callers.aborts.as_ref().unwrap());
         assert!(aborts(&first) == aborts(&same) && aborts(&first) != aborts(&other));

@@ -19,8 +19,13 @@ pub(super) const DRAINING: &str = "draining";
 
 /// Serving while new requests are welcome: the whole process, the names of the probes in the charts of gateways, and our
 /// services.
-const READY: [&str; 5] =
-    ["", "inference-extension", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor", "warmroute.v1.Router"];
+const READY: [&str; 5] = [
+    "",
+    "inference-extension",
+    "readiness",
+    "envoy.service.ext_proc.v3.ExternalProcessor",
+    "warmroute.v1.Router",
+];
 
 /// What is told to those who ask, by name. A clone is the same.
 #[derive(Clone, Default)]
@@ -38,8 +43,12 @@ impl Health {
     /// Sets every name to what holds now.
     pub(super) async fn tell(&self, readiness: &Readiness) {
         let _turn = self.turn.lock().await;
-        self.reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
-        self.reporter.set_service_status(DRAINING, status(readiness.is_draining())).await;
+        self.reporter
+            .set_service_status(LIVENESS, ServingStatus::Serving)
+            .await;
+        self.reporter
+            .set_service_status(DRAINING, status(readiness.is_draining()))
+            .await;
         let ready = status(readiness.pending().is_empty());
         for name in READY {
             self.reporter.set_service_status(name, ready).await;
@@ -68,5 +77,9 @@ impl Health {
 }
 
 fn status(serving: bool) -> ServingStatus {
-    if serving { ServingStatus::Serving } else { ServingStatus::NotServing }
+    if serving {
+        ServingStatus::Serving
+    } else {
+        ServingStatus::NotServing
+    }
 }

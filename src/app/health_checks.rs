@@ -34,10 +34,16 @@ struct HealthCheckClient {
 impl App {
     /// Starts the health checks.
     pub(super) fn check_health(&mut self, config: &Config, router: &Arc<Router>) {
-        let access = HealthCheckClient { engines: config.engines.clone(), client: self.reloader.client() };
+        let access = HealthCheckClient {
+            engines: config.engines.clone(),
+            client: self.reloader.client(),
+        };
         let (access_tx, access_rx) = watch::channel(access);
         self.reloader.part("health checks", move |next: &Next| {
-            let access = HealthCheckClient { engines: next.config.engines.clone(), client: next.client.clone() };
+            let access = HealthCheckClient {
+                engines: next.config.engines.clone(),
+                client: next.client.clone(),
+            };
             let access_tx = access_tx.clone();
             Ok(Box::new(move || _ = access_tx.send_replace(access)))
         });
@@ -45,28 +51,44 @@ impl App {
         let metrics = self.reloader.metrics.clone();
         let stop = self.stop.clone();
         self.background.spawn(async move {
-            supervise("health checks", &metrics, stop, || run(router.clone(), access_rx.clone())).await;
+            supervise("health checks", &metrics, stop, || {
+                run(router.clone(), access_rx.clone())
+            })
+            .await;
         });
     }
 }
 
-async fn run(router: Arc<Router>, access: watch::Receiver<HealthCheckClient>) -> anyhow::Result<()> {
+async fn run(
+    router: Arc<Router>,
+    access: watch::Receiver<HealthCheckClient>,
+) -> anyhow::Result<()> {
     let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         let access = access.borrow().clone();
-        let checks = router.out().into_iter().map(|worker| check(&router, &access, worker));
-        stream::iter(checks).buffer_unordered(CONCURRENCY).collect::<()>().await;
+        let checks = router
+            .out()
+            .into_iter()
+            .map(|worker| check(&router, &access, worker));
+        stream::iter(checks)
+            .buffer_unordered(CONCURRENCY)
+            .collect::<()>()
+            .await;
     }
 }
 
 /// Checks one worker. An answer that does not show the health of the engine has no effect.
 async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
-    let Some(worker) = router.fleet().worker(id).cloned() else { return };
+    let Some(worker) = router.fleet().worker(id).cloned() else {
+        return;
+    };
     let engine = access.engines.url(worker.endpoint);
     let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
-    let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else { return };
+    let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else {
+        return;
+    };
     if router.health_checked(id, is_healthy) {
         info!(worker = %id, "health check of ejected worker passed; the next request may probe it");
     }
@@ -75,9 +97,11 @@ async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
 fn is_healthy(answer: &Result<(), EngineError>) -> Option<bool> {
     match answer {
         Ok(()) => Some(true),
-        Err(EngineError::Unreachable(_) | EngineError::Timeout | EngineError::Status { status: 500.., .. }) => {
-            Some(false)
-        }
+        Err(
+            EngineError::Unreachable(_)
+            | EngineError::Timeout
+            | EngineError::Status { status: 500.., .. },
+        ) => Some(false),
         Err(_) => None,
     }
 }
@@ -88,10 +112,18 @@ mod tests {
 
     #[test]
     fn answers_unrelated_to_health_are_ignored() {
-        let status = |status| Err(EngineError::Status { status, message: None });
+        let status = |status| {
+            Err(EngineError::Status {
+                status,
+                message: None,
+            })
+        };
         let cases = [
             (Ok(()), Some(true)),
-            (Err(EngineError::Unreachable("refused".to_owned())), Some(false)),
+            (
+                Err(EngineError::Unreachable("refused".to_owned())),
+                Some(false),
+            ),
             (Err(EngineError::Timeout), Some(false)),
             (status(503), Some(false)),
             (status(401), None),

@@ -83,10 +83,21 @@ struct Source {
 
 impl Keeper {
     pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
-        let Parts { entrance, feed, metrics, said, resync, announcer, takeover } = parts;
+        let Parts {
+            entrance,
+            feed,
+            metrics,
+            said,
+            resync,
+            announcer,
+            takeover,
+        } = parts;
         let least = config.readiness.min_initial_workers as usize;
-        let prefill =
-            if config.disaggregation.enforce { ", and prefill workers (`disaggregation.enforce`)" } else { "" };
+        let prefill = if config.disaggregation.enforce {
+            ", and prefill workers (`disaggregation.enforce`)"
+        } else {
+            ""
+        };
         let guard = readiness.wait_for(format!("initial workers: at least {least}{prefill}"));
         Self {
             router: entrance.router().clone(),
@@ -105,14 +116,21 @@ impl Keeper {
             resync,
             max_event_message: config.kv_events.max_message.bytes(),
             takeover,
-            snapshot: config.takeover.as_ref().and_then(|takeover| takeover.file.clone()),
+            snapshot: config
+                .takeover
+                .as_ref()
+                .and_then(|takeover| takeover.file.clone()),
             wanted: None,
             readiness,
         }
     }
 
     /// Follows the desired sets until their sender is gone or everything stops; then stops the sources.
-    pub(super) async fn run(mut self, mut sets: mpsc::UnboundedReceiver<Desired>, stop: CancellationToken) {
+    pub(super) async fn run(
+        mut self,
+        mut sets: mpsc::UnboundedReceiver<Desired>,
+        stop: CancellationToken,
+    ) {
         loop {
             let next = tokio::select! {
                 () = stop.cancelled() => break,
@@ -143,7 +161,8 @@ impl Keeper {
         // Whoever ends while he starts knows less than the file.
         if let Some(file) = self.snapshot.take().filter(|_| self.takeover.is_none()) {
             let (feed, router) = (self.feed.clone(), self.router.clone());
-            let left = tokio::task::spawn_blocking(move || followed::leave(&file, &feed, &router)).await;
+            let left =
+                tokio::task::spawn_blocking(move || followed::leave(&file, &feed, &router)).await;
             if let Err(problem) = left {
                 warn!(%problem, "what is known is not left for the next start");
             }
@@ -162,17 +181,38 @@ impl Keeper {
         let mut all = AllLearned::new();
         let mut by_model: HashMap<ModelName, Vec<&Learned>> = HashMap::new();
         for worker in &mut workers {
-            let Some(learned) = said.learned.get(&(worker.id, worker.endpoint)) else { continue };
-            let mismatches = learned.fill(worker, self.given.get(&worker.model).unwrap_or(&Given::default()));
-            let known = before.get(&worker.id).map(|(_, known)| &known[..]).unwrap_or_default();
-            for mismatch in mismatches.iter().filter(|mismatch| !known.contains(mismatch)) {
-                let Mismatch { setting, configured, engine } = mismatch;
+            let Some(learned) = said.learned.get(&(worker.id, worker.endpoint)) else {
+                continue;
+            };
+            let mismatches = learned.fill(
+                worker,
+                self.given.get(&worker.model).unwrap_or(&Given::default()),
+            );
+            let known = before
+                .get(&worker.id)
+                .map(|(_, known)| &known[..])
+                .unwrap_or_default();
+            for mismatch in mismatches
+                .iter()
+                .filter(|mismatch| !known.contains(mismatch))
+            {
+                let Mismatch {
+                    setting,
+                    configured,
+                    engine,
+                } = mismatch;
                 warn!(worker = %worker.id, setting, configured, engine, "the engine says otherwise than is configured");
             }
-            by_model.entry(worker.model.clone()).or_default().push(learned);
+            by_model
+                .entry(worker.model.clone())
+                .or_default()
+                .push(learned);
             all.insert(worker.id, (learned.clone(), mismatches));
         }
-        let agreed = by_model.into_iter().map(|(model, all)| (model, Agreed::of(all.into_iter()))).collect();
+        let agreed = by_model
+            .into_iter()
+            .map(|(model, all)| (model, Agreed::of(all.into_iter())))
+            .collect();
         self.router.sources().set_learned(all, agreed);
         workers
     }
@@ -184,7 +224,8 @@ impl Keeper {
         let fleet = self.router.fleet();
         for member in fleet.members() {
             let model = &member.worker.model;
-            if before.get(model) != self.media.get(model) && self.sources.contains_key(&member.rank) {
+            if before.get(model) != self.media.get(model) && self.sources.contains_key(&member.rank)
+            {
                 self.stop_source(member.rank).await;
                 self.start_source(member);
             }
@@ -218,7 +259,8 @@ impl Keeper {
         for member in &change.removed {
             self.router.load().close(member.slot);
             self.router.predictions().close(member);
-            self.metrics.forget_rank(&RankLabels::new(member.rank, Some(member.worker.role)));
+            self.metrics
+                .forget_rank(&RankLabels::new(member.rank, Some(member.worker.role)));
         }
         if let Some(sessions) = self.entrance.sessions() {
             sessions.retain(|worker| fleet.worker(worker).is_some());
@@ -227,7 +269,13 @@ impl Keeper {
         self.entrance.admission().nudge();
         if fleet.generation() != before.generation() {
             let (added, removed) = (change.added.len(), change.removed.len());
-            info!(generation = fleet.generation(), workers = fleet.workers().count(), added, removed, "fleet changed");
+            info!(
+                generation = fleet.generation(),
+                workers = fleet.workers().count(),
+                added,
+                removed,
+                "fleet changed"
+            );
         }
         self.metrics.workers.set(fleet.workers().count() as i64);
         self.metrics.fleet_generation.set(fleet.generation() as i64);
@@ -235,7 +283,10 @@ impl Keeper {
         let lacks_prefill = lacks_prefill(&fleet, &self.router.settings());
         let suffice = |least: usize| found >= least && (least == 0 || !lacks_prefill);
         if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| suffice(*least)) {
-            let workers = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
+            let workers = fleet
+                .workers()
+                .map(|worker| (worker.id, worker.endpoint))
+                .collect();
             let ready = guard.then("settings of the initial workers");
             self.unasked = Some(Unasked { workers, ready });
         }
@@ -244,11 +295,19 @@ impl Keeper {
     /// Lets readiness go on when every initial worker was asked for its settings, whatever it answered: an event source
     /// that only it knew of is among those that are waited for by now.
     fn look_who_is_unasked(&mut self) {
-        let Some(unasked) = &mut self.unasked else { return };
+        let Some(unasked) = &mut self.unasked else {
+            return;
+        };
         let fleet = self.router.fleet();
         let said = &self.heard;
-        let is_there = |asked: &Asked| fleet.worker(asked.0).is_some_and(|worker| worker.endpoint == asked.1);
-        unasked.workers.retain(|asked| is_there(asked) && !said.off && !said.asked.contains(asked));
+        let is_there = |asked: &Asked| {
+            fleet
+                .worker(asked.0)
+                .is_some_and(|worker| worker.endpoint == asked.1)
+        };
+        unasked
+            .workers
+            .retain(|asked| is_there(asked) && !said.off && !said.asked.contains(asked));
         if unasked.workers.is_empty() || Instant::now() >= self.sources_deadline {
             self.started();
         }
@@ -257,7 +316,11 @@ impl Keeper {
     /// Whoever comes from now on is no initial worker.
     fn started(&mut self) {
         if let Some(Unasked { workers, ready }) = self.unasked.take() {
-            if workers.is_empty() { ready.done() } else { ready.give_up() }
+            if workers.is_empty() {
+                ready.done()
+            } else {
+                ready.give_up()
+            }
         }
         self.takeover = None;
     }
@@ -265,7 +328,11 @@ impl Keeper {
     /// What a worker can hold decides what is believed to be left there.
     fn refit(&self, before: &Fleet, changed: &[Member]) {
         let blocks = |member: &Member| member.worker.capacity.total_kv_blocks;
-        let other = |member: &&Member| before.member(member.slot).is_none_or(|old| blocks(old) != blocks(member));
+        let other = |member: &&Member| {
+            before
+                .member(member.slot)
+                .is_none_or(|old| blocks(old) != blocks(member))
+        };
         for member in changed.iter().filter(other) {
             self.router.predictions().refit(member);
             self.router.limit_blocks(member);
@@ -273,21 +340,36 @@ impl Keeper {
     }
 
     fn start_source(&mut self, member: &Member) {
-        let Some(source) = member.worker.event_source(member.rank.rank).filter(|_| !self.router.is_remote()) else {
+        let Some(source) = member
+            .worker
+            .event_source(member.rank.rank)
+            .filter(|_| !self.router.is_remote())
+        else {
             return;
         };
         let spec = SourceSpec {
             rank: member.rank,
             source: source.clone(),
-            engine: format!("{} {}", member.worker.model.as_str(), member.worker.endpoint),
+            engine: format!(
+                "{} {}",
+                member.worker.model.as_str(),
+                member.worker.endpoint
+            ),
             block_size: member.worker.block_size,
-            media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
+            media: self
+                .media
+                .get(&member.worker.model)
+                .copied()
+                .unwrap_or_default(),
             resync: self.resync.clone(),
             max_message: self.max_event_message,
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some() || self.unasked.is_some();
-        let ready = starting.then(|| self.readiness.wait_for(format!("event source of worker rank {}", member.rank)));
+        let ready = starting.then(|| {
+            self.readiness
+                .wait_for(format!("event source of worker rank {}", member.rank))
+        });
         let stop = CancellationToken::new();
         let followed = Followed {
             spec,
@@ -298,7 +380,9 @@ impl Keeper {
             deadline: self.sources_deadline,
             // Who joins later is heard from the beginning by all.
             takeover: self.takeover.clone().filter(|_| starting).map(|takeover| {
-                let ready = self.readiness.wait_for(format!("what is known of worker rank {}", member.rank));
+                let ready = self
+                    .readiness
+                    .wait_for(format!("what is known of worker rank {}", member.rank));
                 (takeover, ready)
             }),
         };
@@ -308,7 +392,9 @@ impl Keeper {
 
     /// Stops a source and waits for it: only then is its slot free of late events.
     async fn stop_source(&mut self, rank: WorkerRank) {
-        let Some(source) = self.sources.remove(&rank) else { return };
+        let Some(source) = self.sources.remove(&rank) else {
+            return;
+        };
         source.stop.cancel();
         let _ended = source.task.await;
         self.router.sources().forget(rank);
@@ -324,11 +410,16 @@ fn without_leavers(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
     if change.added.is_empty() || change.removed.is_empty() {
         return None;
     }
-    let gone: HashSet<WorkerId> = change.removed.iter().map(|member| member.rank.worker).collect();
+    let gone: HashSet<WorkerId> = change
+        .removed
+        .iter()
+        .map(|member| member.rank.worker)
+        .collect();
     let stays = |worker: &&Worker| before.worker(worker.id).is_some() && !gone.contains(&worker.id);
     let rest: Vec<Worker> = desired.iter().filter(stays).cloned().collect();
     let replaced = |left: &Member| {
-        let like = |worker: &Worker| worker.model == left.worker.model && worker.role == left.worker.role;
+        let like =
+            |worker: &Worker| worker.model == left.worker.model && worker.role == left.worker.role;
         rest.iter().any(like)
     };
     change.removed.iter().all(replaced).then_some(rest)
@@ -336,10 +427,21 @@ fn without_leavers(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
 
 /// Whether `disaggregation.enforce` would refuse the requests of a model, because the model has no prefill worker.
 fn lacks_prefill(fleet: &Fleet, settings: &RouterSettings) -> bool {
-    let has_prefill =
-        |model: &ModelName| fleet.workers().any(|worker| worker.model == *model && worker.role == Role::Prefill);
-    let decoded = fleet.workers().filter(|worker| worker.role == Role::Decode).map(|worker| &worker.model);
-    settings.disaggregation.enforce && settings.enforced.iter().chain(decoded).any(|model| !has_prefill(model))
+    let has_prefill = |model: &ModelName| {
+        fleet
+            .workers()
+            .any(|worker| worker.model == *model && worker.role == Role::Prefill)
+    };
+    let decoded = fleet
+        .workers()
+        .filter(|worker| worker.role == Role::Decode)
+        .map(|worker| &worker.model);
+    settings.disaggregation.enforce
+        && settings
+            .enforced
+            .iter()
+            .chain(decoded)
+            .any(|model| !has_prefill(model))
 }
 
 #[cfg(test)]
@@ -350,14 +452,21 @@ mod tests {
         let mut models: Vec<&str> = list.iter().map(|(_, model)| *model).collect();
         models.sort_unstable();
         models.dedup();
-        let models: Vec<String> = models.iter().map(|model| format!("{{name: {model}}}")).collect();
+        let models: Vec<String> = models
+            .iter()
+            .map(|model| format!("{{name: {model}}}"))
+            .collect();
         let list = list.iter().map(|(id, model)| {
             let port = 8000 + id % 1000;
-            format!("{{id: {}, model: {model}, endpoint: '127.0.0.1:{port}'}}", id / 1000)
+            format!(
+                "{{id: {}, model: {model}, endpoint: '127.0.0.1:{port}'}}",
+                id / 1000
+            )
         });
         let (models, list) = (models.join(", "), list.collect::<Vec<_>>().join(", "));
         let text = format!("models: [{models}]\nworkers: [{list}]\n");
-        let config = Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
+        let config =
+            Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
         match config.worker_source() {
             crate::config::WorkerSource::Fixed(workers) => workers,
             source => panic!("{source:?}"),

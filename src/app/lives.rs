@@ -34,9 +34,23 @@ pub(super) fn out(router: &Router) -> HashSet<WorkerId> {
 impl Life {
     /// How a worker lives.
     pub(super) fn of(worker: &Worker, router: &Router, out: &HashSet<WorkerId>) -> Self {
-        let facts = |rank| router.sources().facts(WorkerRank { worker: worker.id, rank });
-        let restarts = worker.ranks.iter().filter_map(facts).map(|facts| facts.restarts).sum();
-        Self { endpoint: worker.endpoint, out: out.contains(&worker.id), restarts }
+        let facts = |rank| {
+            router.sources().facts(WorkerRank {
+                worker: worker.id,
+                rank,
+            })
+        };
+        let restarts = worker
+            .ranks
+            .iter()
+            .filter_map(facts)
+            .map(|facts| facts.restarts)
+            .sum();
+        Self {
+            endpoint: worker.endpoint,
+            out: out.contains(&worker.id),
+            restarts,
+        }
     }
 
     /// Whether it may be another engine than before: it came back, began anew, or is somewhere else.
@@ -53,7 +67,13 @@ mod tests {
     #[test]
     fn who_begins_anew_again_and_again_is_left_alone_a_little() {
         let seconds = Duration::from_secs;
-        let cases = [(None, 0), (Some(0), 5), (Some(2), 3), (Some(5), 0), (Some(300), 0)];
+        let cases = [
+            (None, 0),
+            (Some(0), 5),
+            (Some(2), 3),
+            (Some(5), 0),
+            (Some(300), 0),
+        ];
         for (since, expected) in cases {
             assert_eq!(pause(since.map(seconds)), seconds(expected), "{since:?}");
         }

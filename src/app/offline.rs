@@ -35,7 +35,13 @@ impl Offline {
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
         let client = EngineClient::new(&config.engines)?;
-        let intake = parts::intake(config, (models, &SharedCluster::default()), &client, router, (&metrics, None))?;
+        let intake = parts::intake(
+            config,
+            (models, &SharedCluster::default()),
+            &client,
+            router,
+            (&metrics, None),
+        )?;
         let change = router.fleet().reconcile(workers(config).await?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);
@@ -60,8 +66,14 @@ pub async fn try_load(config: &Config) -> LoadReport {
     let mut report = LoadReport::default();
     for (at, settings) in config.models.iter().enumerate() {
         match model(config, settings).await {
-            Ok(loaded) => report.warnings.extend(loaded.and_then(|model| without_template(&model))),
-            Err(error) => report.problems.push(tokenizer_problem(settings, &error).within(at).within("models")),
+            Ok(loaded) => report
+                .warnings
+                .extend(loaded.and_then(|model| without_template(&model))),
+            Err(error) => report.problems.push(
+                tokenizer_problem(settings, &error)
+                    .within(at)
+                    .within("models"),
+            ),
         }
     }
     report.problems.extend(try_clients(config).err());
@@ -70,7 +82,10 @@ pub async fn try_load(config: &Config) -> LoadReport {
 
 /// A warning for a model whose tokenizer has no chat template.
 pub fn without_template(model: &Model) -> Option<Advice> {
-    let lacks = model.encoder.as_ref().is_some_and(|encoder| !encoder.has_chat_template());
+    let lacks = model
+        .encoder
+        .as_ref()
+        .is_some_and(|encoder| !encoder.has_chat_template());
     lacks.then(|| Advice {
         subject: format!("model {}", model.name),
         seen: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja beside it), so every chat request \
@@ -87,8 +102,14 @@ fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
     };
     let of_file = |file: &Option<PathBuf>| file.as_deref() == Some(error.path());
     let key = match settings {
-        ModelConfig { chat_template: file, .. } if of_file(file) => "chat_template",
-        ModelConfig { tokenizer_config: file, .. } if of_file(file) => "tokenizer_config",
+        ModelConfig {
+            chat_template: file,
+            ..
+        } if of_file(file) => "chat_template",
+        ModelConfig {
+            tokenizer_config: file,
+            ..
+        } if of_file(file) => "tokenizer_config",
         _ => "tokenizer",
     };
     Problem::of(key, error.to_string())
@@ -97,17 +118,28 @@ fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
 fn try_clients(config: &Config) -> Result<(), Problem> {
     let metrics = Arc::new(Metrics::new());
     let of = |key: &'static str| move |error: anyhow::Error| Problem::of(key, format!("{error:#}"));
-    EngineClient::new(&config.engines).map_err(|error| Problem::of("engines", error.to_string()))?;
+    EngineClient::new(&config.engines)
+        .map_err(|error| Problem::of("engines", error.to_string()))?;
     parts::asker(config, &metrics).map_err(of("use_remote_index"))?;
-    let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose();
+    let shared = config
+        .shared_cache
+        .as_ref()
+        .map(HttpSharedCache::new)
+        .transpose();
     shared.map_err(|error| Problem::of("shared_cache", error.to_string()))?;
     Ok(())
 }
 
 /// One model with its tokenizer, where it has one.
 pub async fn model(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Model>>> {
-    let only = Config { models: vec![model.clone()], ..config.clone() };
-    let models = Encoders::new(&Arc::new(Metrics::new())).load(&only).await?.models;
+    let only = Config {
+        models: vec![model.clone()],
+        ..config.clone()
+    };
+    let models = Encoders::new(&Arc::new(Metrics::new()))
+        .load(&only)
+        .await?
+        .models;
     Ok(models.find(None).map(|named| named.model))
 }
 
@@ -115,7 +147,9 @@ pub async fn model(config: &Config, model: &ModelConfig) -> anyhow::Result<Optio
 pub async fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     match config.worker_source() {
         WorkerSource::Dns(names) => discovery::dns::look(&names, &config.served_models()).await,
-        WorkerSource::Kubernetes(pools) => discovery::kubernetes::look(&pools, &config.served_models()).await,
+        WorkerSource::Kubernetes(pools) => {
+            discovery::kubernetes::look(&pools, &config.served_models()).await
+        }
         WorkerSource::Fixed(_) | WorkerSource::File(_) => listed(config),
     }
 }
@@ -127,7 +161,8 @@ pub fn listed(config: &Config) -> anyhow::Result<Vec<Worker>> {
         WorkerSource::File(path) => path,
         WorkerSource::Dns(_) | WorkerSource::Kubernetes(_) => return Ok(config.typical_workers()),
     };
-    let bytes = std::fs::read(&path).with_context(|| format!("the workers file {} cannot be read", path.display()))?;
+    let bytes = std::fs::read(&path)
+        .with_context(|| format!("the workers file {} cannot be read", path.display()))?;
     discovery::parse(&path, &bytes, &config.served_models()).map_err(|mistakes| {
         let mistakes: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
         anyhow::anyhow!("{}", mistakes.join("\n"))

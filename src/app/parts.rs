@@ -28,13 +28,29 @@ pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
     let predictor = |policy| Predictor::new(policy, Instant::now);
     let predictions = Predictions {
         without_events: config.approximate.without_events().map(predictor),
-        beside_events: config.approximate.beside_events().map(|policy| Predictor::beside_events(policy, Instant::now)),
+        beside_events: config
+            .approximate
+            .beside_events()
+            .map(|policy| Predictor::beside_events(policy, Instant::now)),
         everywhere: false,
     };
-    let router = Router::new(PrefixIndex::new(), load.clone(), config.router_settings(), seed);
+    let router = Router::new(
+        PrefixIndex::new(),
+        load.clone(),
+        config.router_settings(),
+        seed,
+    );
     let router = router.predicting(predictions);
-    let router = Arc::new(if config.use_remote_index.is_some() { router.without_index() } else { router });
-    let prefill = if config.load.prefill_durations { Prefill::Shrinks } else { Prefill::Steady };
+    let router = Arc::new(if config.use_remote_index.is_some() {
+        router.without_index()
+    } else {
+        router
+    });
+    let prefill = if config.load.prefill_durations {
+        Prefill::Shrinks
+    } else {
+        Prefill::Steady
+    };
     let admission = Admission::new(router.clone(), &config.queue, prefill);
     let nudged = Arc::downgrade(&admission);
     load.on_relief(move || {
@@ -61,7 +77,10 @@ pub(super) fn envoys(config: &Config, metrics: &Arc<Metrics>) -> Option<Arc<Envo
 
 /// Those who are asked for the index, where it is kept elsewhere.
 pub(super) fn asker(config: &Config, metrics: &Arc<Metrics>) -> anyhow::Result<Option<Arc<Asker>>> {
-    let asker = config.use_remote_index.as_ref().map(|settings| Asker::new(settings, metrics.clone()));
+    let asker = config
+        .use_remote_index
+        .as_ref()
+        .map(|settings| Asker::new(settings, metrics.clone()));
     Ok(asker.transpose()?.map(Arc::new))
 }
 
@@ -73,7 +92,11 @@ pub(super) fn intake(
     router: &Arc<Router>,
     (metrics, remote): (&Arc<Metrics>, Option<Arc<Asker>>),
 ) -> anyhow::Result<Arc<Intake>> {
-    let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose()?;
+    let shared = config
+        .shared_cache
+        .as_ref()
+        .map(HttpSharedCache::new)
+        .transpose()?;
     let signs = config.sessions.as_ref().map(|sessions| SessionSigns {
         headers: sessions.headers.clone(),
         body_field: sessions.body_field.clone(),
@@ -81,7 +104,10 @@ pub(super) fn intake(
         final_headers: sessions.final_headers.clone(),
     });
     let tokens = token_sources(config, client, router, metrics);
-    let tracking = config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
+    let tracking = config
+        .tracking_hash
+        .load()
+        .map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(Intake::new(intake::Parts {
         models,
         paths: Paths::new(&config.paths),
@@ -99,19 +125,37 @@ pub(super) fn intake(
         sessions: signs,
         tokens,
         remote,
-        shared: shared.map(|cache| Shared { cache: Arc::new(cache), metrics: metrics.clone() }),
+        shared: shared.map(|cache| Shared {
+            cache: Arc::new(cache),
+            metrics: metrics.clone(),
+        }),
     }))
 }
 
 /// Where the tokens of each model come from. What is known of models that stay is kept.
-fn token_sources(config: &Config, client: &EngineClient, router: &Arc<Router>, metrics: &Arc<Metrics>) -> TokenSources {
+fn token_sources(
+    config: &Config,
+    client: &EngineClient,
+    router: &Arc<Router>,
+    metrics: &Arc<Metrics>,
+) -> TokenSources {
     let engine = |tokens: &EngineTokensConfig| {
-        EngineTokens::new(tokens, &config.engines, client, router.clone(), metrics.clone())
+        EngineTokens::new(
+            tokens,
+            &config.engines,
+            client,
+            router.clone(),
+            metrics.clone(),
+        )
     };
     let source = |model: &ModelConfig| TokenSource {
         standing: router.parity().of(&model.name).unwrap_or_default(),
         engine: model.engine_tokens.as_ref().map(&engine),
         agreed: router.sources().agreed().clone(),
     };
-    config.models.iter().map(|model| (model.name.clone(), source(model))).collect()
+    config
+        .models
+        .iter()
+        .map(|model| (model.name.clone(), source(model)))
+        .collect()
 }

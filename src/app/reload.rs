@@ -85,9 +85,14 @@ pub struct Reloader {
 
 impl Reloader {
     /// A process that begins with this configuration.
-    pub(super) fn new(config: Arc<Config>, router: Arc<Router>, metrics: Arc<Metrics>) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        config: Arc<Config>,
+        router: Arc<Router>,
+        metrics: Arc<Metrics>,
+    ) -> anyhow::Result<Self> {
         let client = ArcSwap::from_pointee(EngineClient::new(&config.engines)?);
-        let asker = parts::asker(&config, &metrics).context("the servers of the index cannot be asked")?;
+        let asker =
+            parts::asker(&config, &metrics).context("the servers of the index cannot be asked")?;
         let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
         metrics.config_generation.set(1);
         note_valid(&metrics);
@@ -150,7 +155,9 @@ impl Reloader {
     pub(super) async fn load_models(&self) -> anyhow::Result<crate::intake::Models> {
         let config = self.running();
         let loaded = self.encoders.load(&config).await?;
-        self.subjects.store(Arc::new(subjects::load(&config, &loaded.models, &Subjects::new()).await?));
+        self.subjects.store(Arc::new(
+            subjects::load(&config, &loaded.models, &Subjects::new()).await?,
+        ));
         self.encoders.keep(&loaded);
         Ok(loaded.models)
     }
@@ -175,8 +182,13 @@ impl Reloader {
         outcome
     }
 
-    async fn attempt(&self, read: Result<Config, Vec<ConfigError>>, next: u64) -> Result<Reloaded, Vec<String>> {
-        let read = read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+    async fn attempt(
+        &self,
+        read: Result<Config, Vec<ConfigError>>,
+        next: u64,
+    ) -> Result<Reloaded, Vec<String>> {
+        let read =
+            read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         let unfit = |problems: Vec<Problem>| {
             let text = |problem: Problem| {
                 let trail: Vec<String> = problem.trail.iter().map(step).collect();
@@ -189,7 +201,11 @@ impl Reloader {
             problems.into_iter().map(text).collect::<Vec<_>>()
         };
         let running = self.running();
-        let Adopted { config, changed, needs_restart } = running.adopt(&read).map_err(unfit)?;
+        let Adopted {
+            config,
+            changed,
+            needs_restart,
+        } = running.adopt(&read).map_err(unfit)?;
         let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![format!("{error:#}")];
@@ -199,23 +215,37 @@ impl Reloader {
         let switches = self.prepare(&wanted).map_err(failed)?;
         switches.into_iter().for_each(|switch| switch());
         self.encoders.keep(&loaded);
-        self.metrics.config_pending_restart.set(pending.len() as i64);
+        self.metrics
+            .config_pending_restart
+            .set(pending.len() as i64);
         if !pending.is_empty() {
-            warn!(changes = pending.join(", "), "configuration read: changes that need a restart are not in use");
+            warn!(
+                changes = pending.join(", "),
+                "configuration read: changes that need a restart are not in use"
+            );
         }
         self.client.store(Arc::new(wanted.client));
         self.subjects.store(wanted.subjects);
         if changed.is_empty() && !other_files {
-            self.shown.store(Arc::new(page(next - 1, &config, &needs_restart)));
+            self.shown
+                .store(Arc::new(page(next - 1, &config, &needs_restart)));
             return Ok(Reloaded::Unchanged { needs_restart });
         }
-        self.shown.store(Arc::new(page(next, &config, &needs_restart)));
+        self.shown
+            .store(Arc::new(page(next, &config, &needs_restart)));
         self.running.store(config);
-        Ok(Reloaded::Applied { changed, needs_restart })
+        Ok(Reloaded::Applied {
+            changed,
+            needs_restart,
+        })
     }
 
     async fn next(&self, config: &Arc<Config>, loaded: &Loaded) -> anyhow::Result<Next> {
-        let client = self.client.load().renewed(&config.engines).context("engines cannot be changed")?;
+        let client = self
+            .client
+            .load()
+            .renewed(&config.engines)
+            .context("engines cannot be changed")?;
         let models = loaded.models.clone();
         Ok(Next {
             intake: parts::intake(
@@ -225,7 +255,9 @@ impl Reloader {
                 &self.router,
                 (&self.metrics, self.asker.clone()),
             )?,
-            subjects: Arc::new(subjects::load(config, &loaded.models, &self.subjects.load()).await?),
+            subjects: Arc::new(
+                subjects::load(config, &loaded.models, &self.subjects.load()).await?,
+            ),
             config: config.clone(),
             client,
         })
@@ -241,7 +273,11 @@ impl Reloader {
     fn report(&self, outcome: &Reloaded, generation: u64) {
         let label = match outcome {
             Reloaded::Applied { changed, .. } => {
-                info!(generation, changed = changed.join(" "), "configuration reloaded");
+                info!(
+                    generation,
+                    changed = changed.join(" "),
+                    "configuration reloaded"
+                );
                 "applied"
             }
             Reloaded::Unchanged { needs_restart } => {
@@ -252,13 +288,21 @@ impl Reloader {
             }
             Reloaded::Invalid(mistakes) => {
                 for mistake in mistakes {
-                    error!(generation, "configuration not usable, everything stays as it is: {mistake}");
+                    error!(
+                        generation,
+                        "configuration not usable, everything stays as it is: {mistake}"
+                    );
                 }
                 "invalid"
             }
         };
-        self.metrics.config_generation.set(i64::try_from(generation).unwrap_or(i64::MAX));
-        self.metrics.config_reloads.get_or_create(&OutcomeLabel { outcome: label }).inc();
+        self.metrics
+            .config_generation
+            .set(i64::try_from(generation).unwrap_or(i64::MAX));
+        self.metrics
+            .config_reloads
+            .get_or_create(&OutcomeLabel { outcome: label })
+            .inc();
     }
 }
 
@@ -269,7 +313,8 @@ pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> an
     loop {
         let settings = reloader.running().reload.clone();
         let now = tokio::fs::read(&file.path).await.ok();
-        let differs = settings.watch && std::mem::replace(&mut *file.seen.lock(), now.clone()) != now;
+        let differs =
+            settings.watch && std::mem::replace(&mut *file.seen.lock(), now.clone()) != now;
         if asked || differs {
             let reading = file.clone();
             let read = tokio::task::spawn_blocking(move || (reading.read)()).await?;
@@ -304,16 +349,25 @@ fn step(step: &Step) -> String {
 /// Records that the last read of the file was valid.
 fn note_valid(metrics: &Metrics) {
     metrics.config_last_reload_successful.set(1);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-    metrics.config_last_reload_success_timestamp_seconds.set(now);
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64());
+    metrics
+        .config_last_reload_success_timestamp_seconds
+        .set(now);
 }
 
 /// Keys that differ between the running configuration and the file, with both values where these are short.
 fn pending_changes(keys: &[String], running: &Value, file: &Value) -> Vec<String> {
     let value_at = |config: &Value, key: &str| {
-        let value = config.pointer(&format!("/{}", key.replace('.', "/"))).unwrap_or(&Value::Null);
-        (!value.is_object() && !value.is_array())
-            .then(|| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+        let value = config
+            .pointer(&format!("/{}", key.replace('.', "/")))
+            .unwrap_or(&Value::Null);
+        (!value.is_object() && !value.is_array()).then(|| {
+            value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned)
+        })
     };
     let described = |key: &String| match (value_at(running, key), value_at(file, key)) {
         (Some(running), Some(file)) => format!("{key} (running {running}, file {file})"),

@@ -42,10 +42,15 @@ struct Task {
 impl Task {
     fn is_like(&self, other: &Self) -> bool {
         let known = |(name, subject): (&ModelName, &Arc<Subject>)| {
-            other.subjects.get(name).is_some_and(|other| Arc::ptr_eq(subject, other))
+            other
+                .subjects
+                .get(name)
+                .is_some_and(|other| Arc::ptr_eq(subject, other))
         };
         let same = self.subjects.len() == other.subjects.len() && self.subjects.iter().all(known);
-        same && self.config == other.config && self.engines == other.engines && self.client.is_same(&other.client)
+        same && self.config == other.config
+            && self.engines == other.engines
+            && self.client.is_same(&other.client)
     }
 }
 
@@ -70,11 +75,23 @@ impl App {
     /// Compares our tokens with the engines' from now on.
     pub(super) fn test_tokens(&mut self, config: &Config, router: &Arc<Router>) {
         let task = |config: &Config, client: EngineClient, subjects: Arc<Subjects>| {
-            Arc::new(Task { config: config.self_test.clone(), engines: config.engines.clone(), client, subjects })
+            Arc::new(Task {
+                config: config.self_test.clone(),
+                engines: config.engines.clone(),
+                client,
+                subjects,
+            })
         };
-        let (tasks, task_of_runner) = watch::channel(task(config, self.reloader.client(), self.reloader.subjects()));
+        let (tasks, task_of_runner) = watch::channel(task(
+            config,
+            self.reloader.client(),
+            self.reloader.subjects(),
+        ));
         self.reloader.part("self_test", move |next: &Next| {
-            let (tasks, task) = (tasks.clone(), task(&next.config, next.client.clone(), next.subjects.clone()));
+            let (tasks, task) = (
+                tasks.clone(),
+                task(&next.config, next.client.clone(), next.subjects.clone()),
+            );
             Ok(Box::new(move || {
                 tasks.send_if_modified(|running| {
                     let news = !running.is_like(&task);
@@ -83,7 +100,11 @@ impl App {
                 });
             }))
         });
-        let (router, metrics, stop) = (router.clone(), self.reloader.metrics.clone(), self.stop.clone());
+        let (router, metrics, stop) = (
+            router.clone(),
+            self.reloader.metrics.clone(),
+            self.stop.clone(),
+        );
         self.background.spawn(async move {
             supervise("self_test", &metrics, stop, || {
                 let runner = Runner::new(router.clone(), metrics.clone());
@@ -96,7 +117,12 @@ impl App {
 
 impl Runner {
     fn new(router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
-        Self { router, metrics, known: HashMap::new(), answered: VecDeque::new() }
+        Self {
+            router,
+            metrics,
+            known: HashMap::new(),
+            answered: VecDeque::new(),
+        }
     }
 
     async fn run(mut self, mut tasks: watch::Receiver<Arc<Task>>) -> anyhow::Result<()> {
@@ -118,7 +144,10 @@ impl Runner {
             }
             // Not as seen: what came since is still to be answered with a new beginning.
             let task = tasks.borrow().clone();
-            self.forget(&std::mem::replace(&mut subjects, task.subjects.clone()), &task.subjects);
+            self.forget(
+                &std::mem::replace(&mut subjects, task.subjects.clone()),
+                &task.subjects,
+            );
             if tests.is_none() {
                 let due = self.due(&task);
                 if !due.is_empty() {
@@ -138,8 +167,16 @@ impl Runner {
         for (name, subject) in before.iter() {
             let others = now.get(name).is_some_and(|now| !now.has_tokens_of(subject));
             if let Some(standing) = self.router.parity().of(name).filter(|_| others) {
-                tell((name, None), standing.forget_canaries(), "other tokens of ours");
-                tell((name, None), standing.forget_events(), "other tokens of ours");
+                tell(
+                    (name, None),
+                    standing.forget_canaries(),
+                    "other tokens of ours",
+                );
+                tell(
+                    (name, None),
+                    standing.forget_events(),
+                    "other tokens of ours",
+                );
             }
         }
     }
@@ -153,20 +190,35 @@ impl Runner {
             let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
             tell((&model, None), standing.retain(serves), "who is left");
             if !task.subjects.contains_key(&model) {
-                tell((&model, None), standing.forget_canaries(), "canaries are not compared");
+                tell(
+                    (&model, None),
+                    standing.forget_canaries(),
+                    "canaries are not compared",
+                );
             }
             if !task.config.traffic {
-                tell((&model, None), standing.forget_events(), "events are not compared");
+                tell(
+                    (&model, None),
+                    standing.forget_events(),
+                    "events are not compared",
+                );
             }
         }
-        let tested = fleet.workers().filter(|worker| task.subjects.contains_key(&worker.model));
+        let tested = fleet
+            .workers()
+            .filter(|worker| task.subjects.contains_key(&worker.model));
         let mut due = Vec::new();
         for worker in tested {
             let life = Life::of(worker, &self.router, &out);
-            let known =
-                self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now, tested: None });
+            let known = self.known.entry(worker.id).or_insert_with(|| Known {
+                life: life.clone(),
+                due: now,
+                tested: None,
+            });
             if life.is_another_than(&known.life) {
-                known.due = known.due.min(now + lives::pause(known.tested.map(|tested| now - tested)));
+                known.due = known
+                    .due
+                    .min(now + lives::pause(known.tested.map(|tested| now - tested)));
                 if let Some(standing) = self.router.parity().of(&worker.model) {
                     standing.restarted(worker.id);
                 }
@@ -183,11 +235,20 @@ impl Runner {
     /// Takes note of what was found out.
     fn take(&mut self, tested: Vec<Tested>) {
         for Tested { worker, verdict } in tested {
-            let Some(standing) = self.router.parity().of(&worker.model) else { continue };
-            let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default().canaries;
+            let Some(standing) = self.router.parity().of(&worker.model) else {
+                continue;
+            };
+            let before = standing
+                .parity()
+                .workers
+                .get(&worker.id)
+                .cloned()
+                .unwrap_or_default()
+                .canaries;
             let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
             self.metrics.parity_tests.get_or_create(&labels).inc();
-            if let (Verdict::CannotTest { passes: true, .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id))
+            if let (Verdict::CannotTest { passes: true, .. }, Some(known)) =
+                (&verdict, self.known.get_mut(&worker.id))
             {
                 known.due = known.due.min(Instant::now() + SOON);
             }
@@ -219,7 +280,11 @@ impl Runner {
                 );
             }
             Verdict::Agrees { compared, skipped } => {
-                let skipped = skipped.keys().map(String::as_str).collect::<Vec<_>>().join(" ");
+                let skipped = skipped
+                    .keys()
+                    .map(String::as_str)
+                    .collect::<Vec<_>>()
+                    .join(" ");
                 info!(%model, worker = %id, compared, skipped, "the engine makes the same tokens as we do");
             }
             // Said once; a worker that starts is asked often.
@@ -231,7 +296,10 @@ impl Runner {
     }
 
     fn mismatch(&self, model: &ModelName) {
-        self.metrics.parity_mismatches.get_or_create(&ModelLabel::from(model)).inc();
+        self.metrics
+            .parity_mismatches
+            .get_or_create(&ModelLabel::from(model))
+            .inc();
     }
 
     /// Looks for the blocks of requests that were answered a while ago.
@@ -239,7 +307,11 @@ impl Runner {
         let now = Instant::now();
         for (model, standing) in self.router.parity().standings() {
             let ready = standing.take_ready();
-            self.answered.extend(ready.into_iter().map(|sighting| (now, model.clone(), sighting)));
+            self.answered.extend(
+                ready
+                    .into_iter()
+                    .map(|sighting| (now, model.clone(), sighting)),
+            );
         }
         if !config.traffic {
             self.answered.clear();
@@ -255,9 +327,16 @@ impl Runner {
                 Some((Evidence::Confirmed, _)) => "confirmed",
                 Some((Evidence::Unconfirmed { .. }, _)) => "unconfirmed",
             };
-            self.metrics.parity_sightings.get_or_create(&ModelOutcomeLabels::new(&model, outcome)).inc();
-            let Some((evidence, change)) = found else { continue };
-            if let (Evidence::Unconfirmed { block }, Change::Mistrusted | Change::Differs) = (evidence, change) {
+            self.metrics
+                .parity_sightings
+                .get_or_create(&ModelOutcomeLabels::new(&model, outcome))
+                .inc();
+            let Some((evidence, change)) = found else {
+                continue;
+            };
+            if let (Evidence::Unconfirmed { block }, Change::Mistrusted | Change::Differs) =
+                (evidence, change)
+            {
                 self.mismatch(&model);
                 warn!(
                     %model,
@@ -273,7 +352,10 @@ impl Runner {
     fn count(&self) {
         for (model, standing) in self.router.parity().standings() {
             let mistrusted = i64::from(standing.is_mistrusted());
-            self.metrics.parity_mistrusted.get_or_create(&ModelLabel::from(&model)).set(mistrusted);
+            self.metrics
+                .parity_mistrusted
+                .get_or_create(&ModelLabel::from(&model))
+                .set(mistrusted);
             self.count_workers(&model, &standing);
         }
     }
@@ -281,9 +363,16 @@ impl Runner {
     fn count_workers(&self, model: &ModelName, standing: &Standing) {
         let parity = standing.parity();
         for label in ["untested", "agrees", "differs", "cannot_test"] {
-            let workers = parity.workers.values().filter(|verdict| verdict.label() == label).count();
+            let workers = parity
+                .workers
+                .values()
+                .filter(|verdict| verdict.label() == label)
+                .count();
             let labels = ModelOutcomeLabels::new(model, label);
-            self.metrics.parity_workers.get_or_create(&labels).set(workers as i64);
+            self.metrics
+                .parity_workers
+                .get_or_create(&labels)
+                .set(workers as i64);
         }
     }
 }
@@ -298,7 +387,9 @@ type Tests = std::pin::Pin<Box<dyn Future<Output = Vec<Tested>> + Send>>;
 
 /// The end of the tests that are under way.
 async fn run_all(tests: &mut Option<Tests>) -> Vec<Tested> {
-    let Some(running) = tests else { return Vec::new() };
+    let Some(running) = tests else {
+        return Vec::new();
+    };
     let tested = running.await;
     *tests = None;
     tested
@@ -310,11 +401,18 @@ async fn test(task: Arc<Task>, due: Vec<Arc<Worker>>) -> Vec<Tested> {
         async move {
             let url: EngineUrl = task.engines.url(worker.endpoint);
             let subject = task.subjects.get(&worker.model)?;
-            let verdict = subject.test(&task.client, &url, task.config.deadline.get()).await;
+            let verdict = subject
+                .test(&task.client, &url, task.config.deadline.get())
+                .await;
             Some(Tested { worker, verdict })
         }
     };
-    stream::iter(due).map(one).buffer_unordered(AT_ONCE).filter_map(std::future::ready).collect().await
+    stream::iter(due)
+        .map(one)
+        .buffer_unordered(AT_ONCE)
+        .filter_map(std::future::ready)
+        .collect()
+        .await
 }
 
 /// Tells whoever reads the log what follows.
@@ -325,7 +423,9 @@ fn tell((model, worker): (&ModelName, Option<WorkerId>), change: Change, by: &st
         Change::Differs => {
             warn!(%model, worker, by, "requests to this worker go by load, while others make our tokens")
         }
-        Change::Agrees => info!(%model, worker, by, "requests to this worker go by their prompts again"),
+        Change::Agrees => {
+            info!(%model, worker, by, "requests to this worker go by their prompts again")
+        }
         Change::Mistrusted => {
             warn!(%model, by, "our tokens are not used any more: requests go by load, or with the engines' own tokens");
         }
@@ -344,17 +444,40 @@ mod tests {
     #[test]
     fn only_who_may_answer_soon_is_asked_again_soon() {
         let load = LoadTracker::new(Instant::now);
-        let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
+        let router = Arc::new(Router::new(
+            PrefixIndex::new(),
+            load,
+            RouterSettings::default(),
+            1,
+        ));
         router.parity().configure([("m".into(), Arc::default())]);
         let mut runner = Runner::new(router.clone(), Arc::new(Metrics::new()));
         let endpoint = "127.0.0.1:8000".parse().unwrap();
-        let worker = Arc::new(Worker::new(WorkerId(1), endpoint, "m".into(), BlockSize::new(16).unwrap()));
+        let worker = Arc::new(Worker::new(
+            WorkerId(1),
+            endpoint,
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        ));
         for passes in [false, true] {
             let due = Instant::now() + Duration::from_secs(300);
             let life = Life::of(&worker, &router, &lives::out(&router));
-            runner.known.insert(worker.id, Known { life, due, tested: None });
-            let verdict = Verdict::CannotTest { why: String::new(), passes };
-            runner.take(vec![Tested { worker: worker.clone(), verdict }]);
+            runner.known.insert(
+                worker.id,
+                Known {
+                    life,
+                    due,
+                    tested: None,
+                },
+            );
+            let verdict = Verdict::CannotTest {
+                why: String::new(),
+                passes,
+            };
+            runner.take(vec![Tested {
+                worker: worker.clone(),
+                verdict,
+            }]);
             assert_eq!(runner.known[&worker.id].due < due, passes);
         }
     }

@@ -30,7 +30,8 @@ use crate::ext_proc::config::{HTTP2_FRAME, LimitsConfig, ListenConfig};
 use crate::ext_proc::gateway::GatewayTraits;
 use crate::metrics::Metrics;
 use crate::tls::{
-    AcceptedConnection, Acceptor, LimitedListener, ListenerLimits, ListenerProfile, Protocol, Secrets, TlsConfig,
+    AcceptedConnection, Acceptor, LimitedListener, ListenerLimits, ListenerProfile, Protocol,
+    Secrets, TlsConfig,
 };
 
 /// After how long a silent connection is asked whether it is still there.
@@ -41,10 +42,16 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// For ext_proc. One connection carries the exchanges of thousands of clients. Envoy resets the streams of requests that time out or
 /// are cancelled, many at once if warmroute was busy. The default limit would close the connection and end all other exchanges.
-const EXT_PROC_RESETS: ResetLimits = ResetLimits { pending: 100_000, local_errors: 100_000 };
+const EXT_PROC_RESETS: ResetLimits = ResetLimits {
+    pending: 100_000,
+    local_errors: 100_000,
+};
 
 /// For all other listeners: the defaults of the h2 crate, against rapid resets (CVE-2023-44487). tonic leaves the second one unbounded.
-const RESETS: ResetLimits = ResetLimits { pending: 20, local_errors: 1024 };
+const RESETS: ResetLimits = ResetLimits {
+    pending: 20,
+    local_errors: 1024,
+};
 
 /// A connection with open streams and no message for this long may be replaced when the listener is full. Clients of the unix socket, and
 /// those with a certificate, are trusted: their connections with open streams stay.
@@ -152,14 +159,22 @@ impl GrpcListener {
                     .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
                     .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
                     .add_routes(routes);
-                let incoming = listener.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
-                server.serve_with_incoming_shutdown(incoming, closing).await?;
+                let incoming = listener
+                    .into_stream()
+                    .map_ok(|connection| Cuttable::new(connection, &cut));
+                server
+                    .serve_with_incoming_shutdown(incoming, closing)
+                    .await?;
             }
             Socket::Unix(listener, file) => {
                 let mut server = server;
                 let server = server.add_routes(routes);
-                let incoming = listener.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
-                server.serve_with_incoming_shutdown(incoming, closing).await?;
+                let incoming = listener
+                    .into_stream()
+                    .map_ok(|connection| Cuttable::new(connection, &cut));
+                server
+                    .serve_with_incoming_shutdown(incoming, closing)
+                    .await?;
                 drop(file);
             }
         }
@@ -180,19 +195,29 @@ impl Sockets {
     pub(super) async fn bind(&self, listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
         let mut listeners = Vec::new();
         if let Some(address) = listen.tcp {
-            let has_client_ca = listen.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
-            let limits = self.limits.listener(None, if has_client_ca { Duration::MAX } else { QUIET });
+            let has_client_ca = listen
+                .tls
+                .as_ref()
+                .is_some_and(|tls| tls.client_ca.is_some());
+            let limits = self
+                .limits
+                .listener(None, if has_client_ca { Duration::MAX } else { QUIET });
             let profile = self.profile("ext_proc", Protocol::Grpc, listen.tls.as_ref(), limits)?;
             let (listener, address) = self.tcp(profile, address).await?;
             listeners.push(self.ext_proc(Socket::Tcp(listener, address)));
         }
         if let Some(path) = &listen.unix {
             let bound = unix::bind(path).await;
-            let (listener, file) =
-                bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
+            let (listener, file) = bound.with_context(|| {
+                format!("the ext_proc socket {} cannot be bound", path.display())
+            })?;
             let limits = self.limits.listener(None, Duration::MAX);
             let profile = self.profile("ext_proc_unix", Protocol::Grpc, None, limits)?;
-            let listener = LimitedListener::new(profile, UnixListenerStream::new(listener), self.metrics.clone());
+            let listener = LimitedListener::new(
+                profile,
+                UnixListenerStream::new(listener),
+                self.metrics.clone(),
+            );
             listeners.push(self.ext_proc(Socket::Unix(listener, file)));
         }
         Ok(listeners)
@@ -214,7 +239,11 @@ impl Sockets {
     }
 
     /// Binds the listener of xDS.
-    pub(super) async fn bind_xds(&self, address: SocketAddr, tls: Option<&TlsConfig>) -> anyhow::Result<GrpcListener> {
+    pub(super) async fn bind_xds(
+        &self,
+        address: SocketAddr,
+        tls: Option<&TlsConfig>,
+    ) -> anyhow::Result<GrpcListener> {
         let limits = self.limits.listener(None, QUIET);
         let profile = self.profile("xds", Protocol::Grpc, tls, limits)?;
         self.grpc(profile, address).await
@@ -222,25 +251,49 @@ impl Sockets {
 
     /// Binds the listener of the admin pages. The HTTP server limits idle connections itself.
     pub(super) async fn bind_admin(&self, admin: &AdminConfig) -> anyhow::Result<AdminListener> {
-        let token = admin.token_file.clone().map(|file| Token::load(file, self.metrics.clone()));
-        let token = token.transpose().map_err(anyhow::Error::msg).context("the token of the admin pages")?;
+        let token = admin
+            .token_file
+            .clone()
+            .map(|file| Token::load(file, self.metrics.clone()));
+        let token = token
+            .transpose()
+            .map_err(anyhow::Error::msg)
+            .context("the token of the admin pages")?;
         if let Some(token) = &token {
             self.secrets.add(token.clone());
         }
         let limits = self.limits.listener(None, Duration::ZERO);
         let profile = self.profile("admin", Protocol::Http, admin.tls.as_ref(), limits)?;
         let (listener, address) = self.tcp(profile, admin.listen).await?;
-        Ok(AdminListener { listener, address, token })
+        Ok(AdminListener {
+            listener,
+            address,
+            token,
+        })
     }
 
     fn ext_proc(&self, socket: Socket) -> GrpcListener {
-        GrpcListener { socket, header_list: self.header_list(), streams: self.limits.streams, resets: EXT_PROC_RESETS }
+        GrpcListener {
+            socket,
+            header_list: self.header_list(),
+            streams: self.limits.streams,
+            resets: EXT_PROC_RESETS,
+        }
     }
 
-    async fn grpc(&self, profile: ListenerProfile, address: SocketAddr) -> anyhow::Result<GrpcListener> {
+    async fn grpc(
+        &self,
+        profile: ListenerProfile,
+        address: SocketAddr,
+    ) -> anyhow::Result<GrpcListener> {
         let (listener, address) = self.tcp(profile, address).await?;
         let socket = Socket::Tcp(listener, address);
-        Ok(GrpcListener { socket, header_list: self.header_list(), streams: Some(MOST_STREAMS), resets: RESETS })
+        Ok(GrpcListener {
+            socket,
+            header_list: self.header_list(),
+            streams: Some(MOST_STREAMS),
+            resets: RESETS,
+        })
     }
 
     fn header_list(&self) -> u32 {
@@ -255,11 +308,18 @@ impl Sockets {
         limits: ListenerLimits,
     ) -> anyhow::Result<ListenerProfile> {
         let acceptor = tls.map(|tls| Acceptor::new(name, tls, protocol, self.metrics.clone()));
-        let tls = acceptor.transpose().with_context(|| format!("the certificate of {name} cannot be used"))?;
+        let tls = acceptor
+            .transpose()
+            .with_context(|| format!("the certificate of {name} cannot be used"))?;
         if let Some(acceptor) = &tls {
             self.secrets.add(acceptor.clone());
         }
-        Ok(ListenerProfile { name, protocol, tls, limits })
+        Ok(ListenerProfile {
+            name,
+            protocol,
+            tls,
+            limits,
+        })
     }
 
     async fn tcp(
@@ -279,30 +339,43 @@ impl Sockets {
                 (Box::pin(later.flatten()), address)
             }
             Err(error) => {
-                return Err(error).with_context(|| format!("the {name} address {address} cannot be bound"));
+                return Err(error)
+                    .with_context(|| format!("the {name} address {address} cannot be bound"));
             }
         };
-        Ok((LimitedListener::new(profile, incoming, self.metrics.clone()), address))
+        Ok((
+            LimitedListener::new(profile, incoming, self.metrics.clone()),
+            address,
+        ))
     }
 }
 
 fn connections(listener: TcpListener) -> TcpIncoming {
-    TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL))
+    TcpIncoming::from(listener)
+        .with_nodelay(Some(true))
+        .with_keepalive(Some(KEEPALIVE_INTERVAL))
 }
 
 impl AdminListener {
     /// Serves the pages until `stop`.
-    pub(super) async fn serve(mut self, routes: axum::Router, stop: CancellationToken) -> anyhow::Result<()> {
+    pub(super) async fn serve(
+        mut self,
+        routes: axum::Router,
+        stop: CancellationToken,
+    ) -> anyhow::Result<()> {
         let routes = match &self.token {
             Some(token) => token::protect(routes, token.clone()),
             None => routes,
         };
         let mut server = http1::Builder::new();
-        server.timer(TokioTimer::new()).header_read_timeout(HTTP_HEADER_TIMEOUT);
+        server
+            .timer(TokioTimer::new())
+            .header_read_timeout(HTTP_HEADER_TIMEOUT);
         let graceful = GracefulShutdown::new();
         while let Some(Some(connection)) = stop.run_until_cancelled(self.listener.next()).await {
             let service = TowerToHyperService::new(routes.clone());
-            let serving = graceful.watch(server.serve_connection(TokioIo::new(connection), service));
+            let serving =
+                graceful.watch(server.serve_connection(TokioIo::new(connection), service));
             tokio::spawn(async move {
                 if let Err(error) = serving.await {
                     debug!(listener = "admin", %error, "connection closed");

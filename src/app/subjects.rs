@@ -13,15 +13,25 @@ use crate::worker::ModelName;
 pub(super) type Subjects = HashMap<ModelName, Arc<Subject>>;
 
 /// The subjects of a configuration, those that stay as they are from `before`; none where nothing is tested.
-pub(super) async fn load(config: &Config, models: &Models, before: &Subjects) -> anyhow::Result<Subjects> {
+pub(super) async fn load(
+    config: &Config,
+    models: &Models,
+    before: &Subjects,
+) -> anyhow::Result<Subjects> {
     let mut subjects = Subjects::new();
     if !config.self_test.enabled {
         return Ok(subjects);
     }
-    let named = config.models.iter().filter_map(|model| Some((&model.name, models.find(Some(model.name.as_str()))?)));
+    let named = config
+        .models
+        .iter()
+        .filter_map(|model| Some((&model.name, models.find(Some(model.name.as_str()))?)));
     let loading: Vec<_> = named
         .map(|(name, named)| {
-            let known = before.get(name).filter(|subject| subject.is_of(&named.model)).cloned();
+            let known = before
+                .get(name)
+                .filter(|subject| subject.is_of(&named.model))
+                .cloned();
             let prepare = move || known.or_else(|| Subject::new(&named.model).map(Arc::new));
             (name, tokio::task::spawn_blocking(prepare))
         })

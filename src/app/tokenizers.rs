@@ -24,7 +24,10 @@ impl App {
         let (router, reloader, stop) = (router.clone(), self.reloader.clone(), self.stop.clone());
         let metrics = reloader.metrics.clone();
         self.background.spawn(async move {
-            supervise("tokenizers", &metrics, stop, || compare(reloader.clone(), router.clone())).await;
+            supervise("tokenizers", &metrics, stop, || {
+                compare(reloader.clone(), router.clone())
+            })
+            .await;
         });
     }
 }
@@ -38,7 +41,10 @@ async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result
         let mut now = Vec::new();
         for (model, encoder) in reloader.tokenizers() {
             let because = compare_one(&reloader.metrics, &model, &encoder).await;
-            let known = before.iter().find(|(known, _)| Arc::ptr_eq(known, &encoder)).map(|(_, because)| *because);
+            let known = before
+                .iter()
+                .find(|(known, _)| Arc::ptr_eq(known, &encoder))
+                .map(|(_, because)| *because);
             match (known, because) {
                 (Some(None), Some(because)) => {
                     error!(%model, because, "its texts are tokenised by the library from now on, many times slower: please report this");
@@ -58,13 +64,20 @@ async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result
 }
 
 /// Why texts of a model are tokenised by the library for good.
-async fn compare_one(metrics: &Metrics, model: &ModelName, encoder: &Arc<Encoder>) -> Option<&'static str> {
+async fn compare_one(
+    metrics: &Metrics,
+    model: &ModelName,
+    encoder: &Arc<Encoder>,
+) -> Option<&'static str> {
     let compared = encoder.clone();
     let compare = move || compared.quicken().ok().and_then(|()| compared.compare());
     // The others are compared even where this one panics.
     if let Ok(Some(differs)) = tokio::task::spawn_blocking(compare).await {
         let outcome = if differs { "differs" } else { "agrees" };
-        metrics.tokenizer_comparisons.get_or_create(&ModelOutcomeLabels::new(model, outcome)).inc();
+        metrics
+            .tokenizer_comparisons
+            .get_or_create(&ModelOutcomeLabels::new(model, outcome))
+            .inc();
     }
     encoder.slow_because()
 }

@@ -42,7 +42,10 @@ pub(super) struct Place {
 
 impl Place {
     fn of(path: &Path, socket: &Path) -> io::Result<Self> {
-        Ok(Self { path: path.to_owned(), file: file(&fs::symlink_metadata(socket)?) })
+        Ok(Self {
+            path: path.to_owned(),
+            file: file(&fs::symlink_metadata(socket)?),
+        })
     }
 
     /// Waits until a successor is there instead.
@@ -83,7 +86,9 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let path = self.path();
-        let Ok(folder) = File::open(folder::of(path)) else { return };
+        let Ok(folder) = File::open(folder::of(path)) else {
+            return;
+        };
         // Where it cannot be locked, a successor is making the place its own.
         let ours = folder.try_lock().is_ok() && is_socket(path);
         if ours && std::os::unix::net::UnixStream::connect(path).is_err() {
@@ -100,7 +105,9 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
     let _lock = tokio::task::spawn_blocking(move || lock(&folder)).await??;
     match holder(path).await {
         Holder::Nobody => {}
-        Holder::Leaving => info!(path = %path.display(), "taking over from a process that is draining"),
+        Holder::Leaving => {
+            info!(path = %path.display(), "taking over from a process that is draining")
+        }
         Holder::Staying => bail!("another process answers on it"),
     }
     if fs::symlink_metadata(path).is_ok() && !is_socket(path) {
@@ -149,7 +156,9 @@ pub(super) async fn wait_turn(path: &Path, readiness: &Readiness, besides: &str)
     let able = async {
         let mut changes = readiness.changes();
         // Ends with the process.
-        let _changed = changes.wait_for(|pending| pending.iter().all(|step| step == besides)).await;
+        let _changed = changes
+            .wait_for(|pending| pending.iter().all(|step| step == besides))
+            .await;
     };
     let gone = async {
         while holder(path).await == Holder::Leaving {
@@ -168,7 +177,11 @@ async fn holder(path: &Path) -> Holder {
     if let Err(error) = UnixStream::connect(path).await {
         // Whoever is only busy, or somebody else's, is somebody.
         let nobody = matches!(error.kind(), ConnectionRefused | NotFound);
-        return if nobody { Holder::Nobody } else { Holder::Staying };
+        return if nobody {
+            Holder::Nobody
+        } else {
+            Holder::Staying
+        };
     }
     match tokio::time::timeout(ANSWER, is_draining(path)).await {
         Ok(Ok(true)) => Holder::Leaving,
@@ -178,8 +191,12 @@ async fn holder(path: &Path) -> Holder {
 
 async fn is_draining(path: &Path) -> anyhow::Result<bool> {
     let path = path.to_str().context("the path is no text")?;
-    let channel = Endpoint::from_shared(format!("unix:{path}"))?.connect().await?;
-    let asked = HealthCheckRequest { service: DRAINING.to_owned() };
+    let channel = Endpoint::from_shared(format!("unix:{path}"))?
+        .connect()
+        .await?;
+    let asked = HealthCheckRequest {
+        service: DRAINING.to_owned(),
+    };
     let answer = HealthClient::new(channel).check(asked).await?;
     Ok(answer.into_inner().status() == ServingStatus::Serving)
 }
@@ -216,7 +233,10 @@ mod tests {
         drop(listener);
         let (listener, file) = bind(&path).await.unwrap();
         drop(old_file);
-        assert!(UnixStream::connect(&path).await.is_ok(), "the successor's socket is gone");
+        assert!(
+            UnixStream::connect(&path).await.is_ok(),
+            "the successor's socket is gone"
+        );
         drop(listener);
         drop(file);
         assert!(!path.exists());
@@ -230,10 +250,16 @@ mod tests {
         health.tell(&readiness).await;
         let serving = Server::builder().add_service(health.service());
         let server = tokio::spawn(serving.serve_with_incoming(UnixListenerStream::new(listener)));
-        assert!(bind(&path).await.is_err(), "a process that stays was replaced");
+        assert!(
+            bind(&path).await.is_err(),
+            "a process that stays was replaced"
+        );
         let starting = readiness.wait_for("something");
         health.tell(&readiness).await;
-        assert!(bind(&path).await.is_err(), "a process that starts was replaced");
+        assert!(
+            bind(&path).await.is_err(),
+            "a process that starts was replaced"
+        );
         drop(starting);
         readiness.drain();
         health.tell(&readiness).await;
@@ -243,7 +269,10 @@ mod tests {
             .expect("the old one does not see it");
         drop(old_file);
         UnixStream::connect(&path).await.unwrap();
-        assert!(successor.accept().await.is_ok(), "whoever connects now meets the successor");
+        assert!(
+            successor.accept().await.is_ok(),
+            "whoever connects now meets the successor"
+        );
         server.abort();
     }
 

@@ -46,12 +46,20 @@ pub(super) struct Desired {
 
 impl From<&Config> for Wanted {
     fn from(config: &Config) -> Self {
-        let media = config.models.iter().map(|model| (model.name.clone(), model.media_tokens())).collect();
+        let media = config
+            .models
+            .iter()
+            .map(|model| (model.name.clone(), model.media_tokens()))
+            .collect();
         let given = |model: &ModelConfig| Given {
             block_size: model.block_size,
             media_model: model.media.as_ref().and_then(|media| media.model.clone()),
         };
-        let given = config.models.iter().map(|model| (model.name.clone(), given(model))).collect();
+        let given = config
+            .models
+            .iter()
+            .map(|model| (model.name.clone(), given(model)))
+            .collect();
         Self {
             source: config.worker_source(),
             models: config.served_models(),
@@ -89,24 +97,37 @@ async fn tell(
     }
     let (media, given) = (wanted.media, wanted.given);
     // Where the keeper is gone everything ends.
-    let send = |workers| _ = desired.send(Desired { workers, media: media.clone(), given: given.clone() });
+    let send = |workers| {
+        _ = desired.send(Desired {
+            workers,
+            media: media.clone(),
+            given: given.clone(),
+        })
+    };
     match wanted.source {
         WorkerSource::Fixed(workers) => {
             send(workers);
             std::future::pending().await
         }
         WorkerSource::File(path) => {
-            let file = WorkersFile { path, models: wanted.models, follow: wanted.follow };
+            let file = WorkersFile {
+                path,
+                models: wanted.models,
+                follow: wanted.follow,
+            };
             Ok(discovery::file::watch(file, metrics.clone(), send).await)
         }
         WorkerSource::Kubernetes(pools) => {
-            let rules = kubernetes::watch_rules(&pools, |rules| cluster.store(Arc::new(said(rules))));
+            let rules =
+                kubernetes::watch_rules(&pools, |rules| cluster.store(Arc::new(said(rules))));
             tokio::select! {
                 never = kubernetes::watch(pools.clone(), wanted.models, metrics.clone(), send) => never,
                 never = rules => never,
             }
         }
-        WorkerSource::Dns(names) => discovery::dns::watch(names, wanted.models, metrics.clone(), send).await,
+        WorkerSource::Dns(names) => {
+            discovery::dns::watch(names, wanted.models, metrics.clone(), send).await
+        }
     }
 }
 
@@ -114,11 +135,26 @@ async fn tell(
 fn said(rules: Rules) -> Cluster {
     let shown = serde_json::to_value(&rules).unwrap_or_default();
     let name = |name: String| ModelName::from(name.as_str());
-    let target = |(model, weight)| RewriteTarget { model: name(model), weight };
-    let objectives = rules.objectives.into_iter().map(|objective| (objective.pool, objective.name, objective.priority));
+    let target = |(model, weight)| RewriteTarget {
+        model: name(model),
+        weight,
+    };
+    let objectives = rules
+        .objectives
+        .into_iter()
+        .map(|objective| (objective.pool, objective.name, objective.priority));
     let rewrites = rules.rewrites.into_iter().map(|rule| {
-        let (models, to) = (rule.models.into_iter().map(name), rule.to.into_iter().map(target));
-        (rule.pool, RewriteRule { models: models.collect(), to: to.collect() })
+        let (models, to) = (
+            rule.models.into_iter().map(name),
+            rule.to.into_iter().map(target),
+        );
+        (
+            rule.pool,
+            RewriteRule {
+                models: models.collect(),
+                to: to.collect(),
+            },
+        )
     });
     Cluster::new(objectives, rewrites).shown_as(shown)
 }

@@ -209,7 +209,9 @@ pub struct Verdict {
 
 /// Whether it takes the events of the time to judge an answer.
 pub(super) fn needs_events(foreseen: &Foreseen, said: Said) -> bool {
-    foreseen.mode == Mode::Exact && said.prompt == foreseen.prompt && said.cached != foreseen.captured
+    foreseen.mode == Mode::Exact
+        && said.prompt == foreseen.prompt
+        && said.cached != foreseen.captured
 }
 
 /// Tokens of a prompt that is believed to be one; an engine may say anything, and what it says is summed up.
@@ -218,10 +220,17 @@ pub(super) const LONGEST: u64 = 1 << 40;
 /// Judges an answer.
 pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
     let prompt = said.prompt.min(LONGEST);
-    let said = Said { prompt, cached: said.cached.min(prompt) };
+    let said = Said {
+        prompt,
+        cached: said.cached.min(prompt),
+    };
     let delivered = said.cached;
     let known = !is_unforeseen(foreseen);
-    let error = if known { error(foreseen, said, evidence) } else { None };
+    let error = if known {
+        error(foreseen, said, evidence)
+    } else {
+        None
+    };
     let mut verdict = Verdict {
         model: foreseen.model.clone(),
         role: foreseen.role,
@@ -235,7 +244,11 @@ pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
         foreseen: known,
     };
     let size = foreseen.block_size.tokens() as u64;
-    let reusable = if known { foreseen.reusable } else { said.prompt.saturating_sub(1) / size * size };
+    let reusable = if known {
+        foreseen.reusable
+    } else {
+        said.prompt.saturating_sub(1) / size * size
+    };
     let reusable = reusable.min(said.prompt).max(delivered);
     let mut rest = said.prompt - delivered;
     let mut missed = |cause: Cause, tokens: u64| {
@@ -247,7 +260,11 @@ pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
     };
     missed(Cause::BlockAlignment, said.prompt - reusable);
     if !known {
-        let because = if foreseen.reason == Some(Reason::ParityMismatch) { Cause::Parity } else { Cause::Unforeseen };
+        let because = if foreseen.reason == Some(Reason::ParityMismatch) {
+            Cause::Parity
+        } else {
+            Cause::Unforeseen
+        };
         missed(because, u64::MAX);
         return verdict;
     }
@@ -255,7 +272,12 @@ pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
     if let Some((_, because)) = error {
         missed(because, foreseen.captured.saturating_sub(delivered));
     }
-    missed(Cause::LoadSpill, foreseen.available.saturating_sub(foreseen.captured.max(delivered)));
+    missed(
+        Cause::LoadSpill,
+        foreseen
+            .available
+            .saturating_sub(foreseen.captured.max(delivered)),
+    );
     missed(Cause::Workload, u64::MAX);
     verdict
 }
@@ -292,7 +314,10 @@ mod tests {
     fn foreseen(available: u64, captured: u64) -> Foreseen {
         Foreseen {
             model: "m".into(),
-            chosen: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
+            chosen: WorkerRank {
+                worker: WorkerId(1),
+                rank: DpRank(0),
+            },
             role: Some(Role::Aggregated),
             mode: Mode::Exact,
             reason: None,
@@ -306,25 +331,67 @@ mod tests {
         }
     }
 
-    const UNTOLD: Evidence = Evidence { told: Told::No, moved: false, rounding: 0 };
+    const UNTOLD: Evidence = Evidence {
+        told: Told::No,
+        moved: false,
+        rounding: 0,
+    };
 
     #[test]
     fn the_causes_add_up_to_what_was_missed() {
         use Cause::{
-            BlockAlignment as Align, BlockRounding as Rounding, Evicted, Guess, LoadSpill as Spill, Parity,
-            ServedElsewhere as Elsewhere, StaleIndex, StoredMeanwhile as Stored, Unforeseen, Unknown, Workload,
+            BlockAlignment as Align, BlockRounding as Rounding, Evicted, Guess, LoadSpill as Spill,
+            Parity, ServedElsewhere as Elsewhere, StaleIndex, StoredMeanwhile as Stored,
+            Unforeseen, Unknown, Workload,
         };
-        let said = |cached| Said { prompt: 100, cached };
-        let told = Evidence { told: Told::Yes, ..UNTOLD };
-        let forgotten = Evidence { told: Told::Forgotten, ..UNTOLD };
-        let moved = Evidence { moved: true, ..UNTOLD };
-        let smaller = Evidence { rounding: 8, ..UNTOLD };
-        let mode = |mode, reason| Foreseen { mode, reason, ..foreseen(64, 32) };
-        type Case<'a> = (Foreseen, Said, Evidence, &'a [(Cause, u64)], Option<(i64, Cause)>);
+        let said = |cached| Said {
+            prompt: 100,
+            cached,
+        };
+        let told = Evidence {
+            told: Told::Yes,
+            ..UNTOLD
+        };
+        let forgotten = Evidence {
+            told: Told::Forgotten,
+            ..UNTOLD
+        };
+        let moved = Evidence {
+            moved: true,
+            ..UNTOLD
+        };
+        let smaller = Evidence {
+            rounding: 8,
+            ..UNTOLD
+        };
+        let mode = |mode, reason| Foreseen {
+            mode,
+            reason,
+            ..foreseen(64, 32)
+        };
+        type Case<'a> = (
+            Foreseen,
+            Said,
+            Evidence,
+            &'a [(Cause, u64)],
+            Option<(i64, Cause)>,
+        );
         let cases: [Case<'_>; 16] = [
             (foreseen(96, 96), said(96), UNTOLD, &[(Align, 4)], None),
-            (foreseen(0, 0), said(0), UNTOLD, &[(Align, 4), (Workload, 96)], None),
-            (foreseen(64, 32), said(32), UNTOLD, &[(Align, 4), (Spill, 32), (Workload, 32)], None),
+            (
+                foreseen(0, 0),
+                said(0),
+                UNTOLD,
+                &[(Align, 4), (Workload, 96)],
+                None,
+            ),
+            (
+                foreseen(64, 32),
+                said(32),
+                UNTOLD,
+                &[(Align, 4), (Spill, 32), (Workload, 32)],
+                None,
+            ),
             (
                 foreseen(64, 32),
                 said(16),
@@ -339,15 +406,57 @@ mod tests {
                 &[(Align, 4), (StaleIndex, 32), (Workload, 64)],
                 Some((-2, StaleIndex)),
             ),
-            (foreseen(32, 32), said(0), forgotten, &[(Align, 4), (Unknown, 32), (Workload, 64)], Some((-2, Unknown))),
+            (
+                foreseen(32, 32),
+                said(0),
+                forgotten,
+                &[(Align, 4), (Unknown, 32), (Workload, 64)],
+                Some((-2, Unknown)),
+            ),
             // More than was foreseen: first others had less to offer, then nobody had nothing.
-            (foreseen(64, 32), said(48), told, &[(Align, 4), (Spill, 16), (Workload, 32)], Some((1, Stored))),
-            (foreseen(64, 32), said(96), told, &[(Align, 4)], Some((4, Stored))),
-            (foreseen(64, 32), said(96), UNTOLD, &[(Align, 4)], Some((4, StaleIndex))),
+            (
+                foreseen(64, 32),
+                said(48),
+                told,
+                &[(Align, 4), (Spill, 16), (Workload, 32)],
+                Some((1, Stored)),
+            ),
+            (
+                foreseen(64, 32),
+                said(96),
+                told,
+                &[(Align, 4)],
+                Some((4, Stored)),
+            ),
+            (
+                foreseen(64, 32),
+                said(96),
+                UNTOLD,
+                &[(Align, 4)],
+                Some((4, StaleIndex)),
+            ),
             // Less than one block is the known rounding; more is an error.
-            (foreseen(32, 32), said(40), smaller, &[(Align, 4), (Workload, 56)], Some((1, Rounding))),
-            (foreseen(32, 32), said(48), smaller, &[(Align, 4), (Workload, 48)], Some((1, StaleIndex))),
-            (foreseen(32, 32), said(0), moved, &[(Align, 4), (Elsewhere, 32), (Workload, 64)], Some((-2, Elsewhere))),
+            (
+                foreseen(32, 32),
+                said(40),
+                smaller,
+                &[(Align, 4), (Workload, 56)],
+                Some((1, Rounding)),
+            ),
+            (
+                foreseen(32, 32),
+                said(48),
+                smaller,
+                &[(Align, 4), (Workload, 48)],
+                Some((1, StaleIndex)),
+            ),
+            (
+                foreseen(32, 32),
+                said(0),
+                moved,
+                &[(Align, 4), (Elsewhere, 32), (Workload, 64)],
+                Some((-2, Elsewhere)),
+            ),
             (
                 mode(Mode::Approximate, None),
                 said(16),
@@ -355,14 +464,36 @@ mod tests {
                 &[(Align, 4), (Guess, 16), (Spill, 32), (Workload, 32)],
                 Some((-1, Guess)),
             ),
-            (mode(Mode::LoadOnly, Some(Reason::IndexCold)), said(16), UNTOLD, &[(Align, 4), (Unforeseen, 80)], None),
-            (mode(Mode::LoadOnly, Some(Reason::ParityMismatch)), said(0), UNTOLD, &[(Align, 4), (Parity, 96)], None),
+            (
+                mode(Mode::LoadOnly, Some(Reason::IndexCold)),
+                said(16),
+                UNTOLD,
+                &[(Align, 4), (Unforeseen, 80)],
+                None,
+            ),
+            (
+                mode(Mode::LoadOnly, Some(Reason::ParityMismatch)),
+                said(0),
+                UNTOLD,
+                &[(Align, 4), (Parity, 96)],
+                None,
+            ),
             // Nonsense of an engine is cut to size.
-            (foreseen(32, 32), said(u64::MAX), UNTOLD, &[], Some((5, StaleIndex))),
+            (
+                foreseen(32, 32),
+                said(u64::MAX),
+                UNTOLD,
+                &[],
+                Some((5, StaleIndex)),
+            ),
         ];
         for (foreseen, said, evidence, missed, error) in cases {
             let verdict = judge(&foreseen, said, evidence);
-            assert_eq!((&verdict.missed[..], verdict.error), (missed, error), "{foreseen:?} {said:?} {evidence:?}");
+            assert_eq!(
+                (&verdict.missed[..], verdict.error),
+                (missed, error),
+                "{foreseen:?} {said:?} {evidence:?}"
+            );
             let sum: u64 = verdict.missed.iter().map(|(_, tokens)| tokens).sum();
             assert_eq!(sum, said.prompt - verdict.delivered);
         }
@@ -370,10 +501,30 @@ mod tests {
 
     #[test]
     fn another_number_of_prompt_tokens_is_a_parity_difference_even_where_the_cached_ones_agree() {
-        let said = Said { prompt: 101, cached: 32 };
-        assert!(!needs_events(&foreseen(32, 32), said), "no event explains that");
-        assert_eq!(judge(&foreseen(32, 32), said, UNTOLD).error, Some((0, Cause::Parity)));
-        let part = judge(&foreseen(32, 32), Said { prompt: 100, cached: 40 }, UNTOLD);
-        assert_eq!(part.error, Some((1, Cause::StaleIndex)), "part of a block counts as one");
+        let said = Said {
+            prompt: 101,
+            cached: 32,
+        };
+        assert!(
+            !needs_events(&foreseen(32, 32), said),
+            "no event explains that"
+        );
+        assert_eq!(
+            judge(&foreseen(32, 32), said, UNTOLD).error,
+            Some((0, Cause::Parity))
+        );
+        let part = judge(
+            &foreseen(32, 32),
+            Said {
+                prompt: 100,
+                cached: 40,
+            },
+            UNTOLD,
+        );
+        assert_eq!(
+            part.error,
+            Some((1, Cause::StaleIndex)),
+            "part of a block counts as one"
+        );
     }
 }

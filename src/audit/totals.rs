@@ -69,14 +69,22 @@ impl Totals {
     /// The sums of one model.
     pub(super) fn of(&mut self, model: &ModelName) -> &mut ModelTotals {
         let known = self.models.len() < MOST_MODELS || self.models.contains_key(model.as_str());
-        self.models.entry(if known { model.as_str().to_owned() } else { String::new() }).or_default()
+        self.models
+            .entry(if known {
+                model.as_str().to_owned()
+            } else {
+                String::new()
+            })
+            .or_default()
     }
 }
 
 impl Verdict {
     /// The name in metrics of how it came.
     pub(super) fn outcome(&self) -> &'static str {
-        let Some((blocks, _)) = self.error else { return if self.foreseen { "equal" } else { "unforeseen" } };
+        let Some((blocks, _)) = self.error else {
+            return if self.foreseen { "equal" } else { "unforeseen" };
+        };
         match blocks.cmp(&0) {
             Ordering::Less => "less",
             Ordering::Equal => "other_prompt",
@@ -87,7 +95,11 @@ impl Verdict {
 
 impl ModelTotals {
     pub(super) fn silent(&mut self, said_usage: bool) {
-        let count = if said_usage { &mut self.no_details } else { &mut self.no_usage };
+        let count = if said_usage {
+            &mut self.no_details
+        } else {
+            &mut self.no_usage
+        };
         *count += 1;
     }
 
@@ -114,7 +126,9 @@ impl ModelTotals {
         if !verdict.foreseen {
             return;
         }
-        let blocks = verdict.error.map_or(0, |(blocks, _)| blocks.clamp(-FAR, FAR));
+        let blocks = verdict
+            .error
+            .map_or(0, |(blocks, _)| blocks.clamp(-FAR, FAR));
         *self.error_blocks.entry(blocks).or_default() += 1;
         if let Some((_, cause)) = verdict.error {
             *self.errors.entry(cause).or_default() += 1;
@@ -134,5 +148,9 @@ impl ModelTotals {
 
 /// One number's share of another, 0 to 1.
 pub fn share(part: u64, whole: u64) -> f64 {
-    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+    if whole == 0 {
+        0.0
+    } else {
+        part as f64 / whole as f64
+    }
 }

@@ -81,7 +81,12 @@ pub struct Content<'a> {
 impl<'a> Content<'a> {
     /// Text alone, in plain blocks.
     pub fn plain(tokens: &'a [u32], salt: &'a Salt) -> Self {
-        Self { tokens, salt, windows: Windows::Plain, objects: &[] }
+        Self {
+            tokens,
+            salt,
+            windows: Windows::Plain,
+            objects: &[],
+        }
     }
 
     /// The objects of each block, by their hashes.
@@ -90,12 +95,21 @@ impl<'a> Content<'a> {
             return Vec::new();
         }
         let blocks = objects_by_block(self.tokens.len(), block_size, self.objects);
-        blocks.iter().map(|block| block.iter().map(|entry| entry.object.0).collect()).collect()
+        blocks
+            .iter()
+            .map(|block| block.iter().map(|entry| entry.object.0).collect())
+            .collect()
     }
 
     /// The local hashes with another seed than the salt gives.
     pub(super) fn locals_seeded(&self, block_size: BlockSize, seed: u64) -> Vec<LocalHash> {
-        locals_seeded(self.tokens, block_size, seed, self.windows, &self.objects_by_block(block_size))
+        locals_seeded(
+            self.tokens,
+            block_size,
+            seed,
+            self.windows,
+            &self.objects_by_block(block_size),
+        )
     }
 }
 
@@ -127,20 +141,37 @@ impl BlockHashes {
     }
 
     /// Goes on from blocks that are known with the text that follows them; `tokens` is the length of the prompt.
-    pub(super) fn after_text(known: &[Known], tokens: usize, rest: &Content<'_>, block_size: BlockSize) -> Self {
+    pub(super) fn after_text(
+        known: &[Known],
+        tokens: usize,
+        rest: &Content<'_>,
+        block_size: BlockSize,
+    ) -> Self {
         let seed = rest.salt.seed();
         let xxh3 = Seeded::new(seed);
         let whole = (tokens, block_size);
         match (rest.windows, block_size.tokens()) {
             (Windows::Plain, 16) => {
                 let blocks = rest.tokens.as_chunks().0.iter();
-                Self::fused(known, whole, blocks.map(|block| LocalHash(xxh3.of_16(block))))
+                Self::fused(
+                    known,
+                    whole,
+                    blocks.map(|block| LocalHash(xxh3.of_16(block))),
+                )
             }
             (Windows::Plain, 32) => {
                 let blocks = rest.tokens.as_chunks().0.iter();
-                Self::fused(known, whole, blocks.map(|block| LocalHash(xxh3.of_32(block))))
+                Self::fused(
+                    known,
+                    whole,
+                    blocks.map(|block| LocalHash(xxh3.of_32(block))),
+                )
             }
-            _ => Self::after(known, whole, &locals_seeded(rest.tokens, block_size, seed, rest.windows, &[])),
+            _ => Self::after(
+                known,
+                whole,
+                &locals_seeded(rest.tokens, block_size, seed, rest.windows, &[]),
+            ),
         }
     }
 
@@ -157,7 +188,8 @@ impl BlockHashes {
     ) -> Self {
         let blocks = known.len() + more.len();
         let mut locals = vec![LocalHash(0); blocks];
-        let mut sequences: Arc<[SequenceHash]> = std::iter::repeat_n(SequenceHash(0), blocks).collect();
+        let mut sequences: Arc<[SequenceHash]> =
+            std::iter::repeat_n(SequenceHash(0), blocks).collect();
         let names = Arc::get_mut(&mut sequences).expect("nobody else has it yet");
         for ((local, name), known) in locals.iter_mut().zip(names.iter_mut()).zip(known) {
             (*local, *name) = *known;
@@ -167,16 +199,29 @@ impl BlockHashes {
         let step = OfPair::new(SEED);
         for ((slot, name), local) in known_locals.iter_mut().zip(known_names).zip(more) {
             *slot = local;
-            *name = last.map_or_else(|| SequenceHash::root(local), |parent| parent.by(local, step));
+            *name = last.map_or_else(
+                || SequenceHash::root(local),
+                |parent| parent.by(local, step),
+            );
             last = Some(*name);
         }
-        Self { block_size, tokens, locals, sequences }
+        Self {
+            block_size,
+            tokens,
+            locals,
+            sequences,
+        }
     }
 
     /// Chains local hashes that were computed elsewhere; `tokens` is the length of the prompt they came from.
     pub fn chain(tokens: usize, block_size: BlockSize, locals: Vec<LocalHash>) -> Self {
         let sequences = chained(&locals, SEED);
-        Self { block_size, tokens, locals, sequences }
+        Self {
+            block_size,
+            tokens,
+            locals,
+            sequences,
+        }
     }
 
     /// Tokens per block.
@@ -228,7 +273,10 @@ fn chain(
 ) -> impl Iterator<Item = SequenceHash> {
     let step = OfPair::new(seed);
     locals.map(move |local| {
-        let next = last.map_or_else(|| SequenceHash::root(local), |parent| parent.by(local, step));
+        let next = last.map_or_else(
+            || SequenceHash::root(local),
+            |parent| parent.by(local, step),
+        );
         last = Some(next);
         next
     })
@@ -255,8 +303,18 @@ fn locals_seeded(
 ) -> Vec<LocalHash> {
     let xxh3 = Seeded::new(seed);
     match (windows, block_size.tokens(), mm_hashes) {
-        (Windows::Plain, 16, []) => tokens.as_chunks().0.iter().map(|block| LocalHash(xxh3.of_16(block))).collect(),
-        (Windows::Plain, 32, []) => tokens.as_chunks().0.iter().map(|block| LocalHash(xxh3.of_32(block))).collect(),
+        (Windows::Plain, 16, []) => tokens
+            .as_chunks()
+            .0
+            .iter()
+            .map(|block| LocalHash(xxh3.of_16(block)))
+            .collect(),
+        (Windows::Plain, 32, []) => tokens
+            .as_chunks()
+            .0
+            .iter()
+            .map(|block| LocalHash(xxh3.of_32(block)))
+            .collect(),
         _ => locals_of_any(tokens, block_size, &xxh3.of_any(), windows, mm_hashes),
     }
 }
@@ -268,7 +326,10 @@ fn locals_of_any(
     windows: Windows,
     mm_hashes: &[Vec<u64>],
 ) -> Vec<LocalHash> {
-    let (stride, count) = (block_size.tokens(), windows.blocks(tokens.len(), block_size));
+    let (stride, count) = (
+        block_size.tokens(),
+        windows.blocks(tokens.len(), block_size),
+    );
     let width = match windows {
         Windows::Plain => stride,
         Windows::Eagle => stride + 1,
@@ -279,7 +340,9 @@ fn locals_of_any(
             bytes.truncate(width * 4);
             let words = bytes.as_chunks_mut().0.iter_mut();
             let block_tokens = &tokens[block * stride..block * stride + width];
-            words.zip(block_tokens).for_each(|(bytes, token)| *bytes = token.to_le_bytes());
+            words
+                .zip(block_tokens)
+                .for_each(|(bytes, token)| *bytes = token.to_le_bytes());
             if let Some(objects) = mm_hashes.get(block) {
                 let mut sorted = objects.clone();
                 sorted.sort_unstable();

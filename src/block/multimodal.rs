@@ -20,8 +20,13 @@ impl ObjectHash {
     /// The hash that an identifier stands for. 64 hexadecimal digits are a digest already and are cut; the empty
     /// identifier stands for nothing.
     pub fn of(identifier: &str) -> Option<Self> {
-        let digits = identifier.len() == 64 && identifier.bytes().all(|byte| byte.is_ascii_hexdigit());
-        match identifier.get(..16).filter(|_| digits).map(|digits| u64::from_str_radix(digits, 16)) {
+        let digits =
+            identifier.len() == 64 && identifier.bytes().all(|byte| byte.is_ascii_hexdigit());
+        match identifier
+            .get(..16)
+            .filter(|_| digits)
+            .map(|digits| u64::from_str_radix(digits, 16))
+        {
             Some(Ok(hash)) => Some(Self(hash)),
             _ if identifier.is_empty() => None,
             _ => Some(Self(xxh3_64(identifier.as_bytes()))),
@@ -53,13 +58,22 @@ pub struct BlockObject {
 }
 
 /// Cuts the objects of a prompt at block borders: per block, the partial tail included, the objects that touch it.
-pub fn objects_by_block(tokens: usize, block_size: BlockSize, objects: &[PromptObject]) -> Vec<Vec<BlockObject>> {
+pub fn objects_by_block(
+    tokens: usize,
+    block_size: BlockSize,
+    objects: &[PromptObject],
+) -> Vec<Vec<BlockObject>> {
     let size = block_size.tokens();
     let mut blocks: Vec<Vec<BlockObject>> = vec![Vec::new(); tokens.div_ceil(size)];
     for PromptObject { object, ranges } in objects {
         for range in ranges {
             let touched = range.start / size..range.end.div_ceil(size).min(blocks.len());
-            for (block, entry) in blocks.iter_mut().enumerate().take(touched.end).skip(touched.start) {
+            for (block, entry) in blocks
+                .iter_mut()
+                .enumerate()
+                .take(touched.end)
+                .skip(touched.start)
+            {
                 let start = block * size;
                 let offsets = range.start.max(start) - start..range.end.min(start + size) - start;
                 if offsets.is_empty() {
@@ -67,7 +81,10 @@ pub fn objects_by_block(tokens: usize, block_size: BlockSize, objects: &[PromptO
                 }
                 match entry.iter_mut().find(|known| known.object == *object) {
                     Some(known) => known.offsets.push(offsets),
-                    None => entry.push(BlockObject { object: *object, offsets: vec![offsets] }),
+                    None => entry.push(BlockObject {
+                        object: *object,
+                        offsets: vec![offsets],
+                    }),
                 }
             }
         }

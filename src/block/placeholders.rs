@@ -30,27 +30,57 @@ pub fn resumed(
     known: &[(LocalHash, SequenceHash)],
 ) -> BlockHashes {
     if content.objects.is_empty() {
-        let known = &known[..known.len().min(content.windows.blocks(content.tokens.len(), block_size))];
-        let rest = Content { tokens: &content.tokens[known.len() * block_size.tokens()..], ..*content };
+        let known = &known[..known
+            .len()
+            .min(content.windows.blocks(content.tokens.len(), block_size))];
+        let rest = Content {
+            tokens: &content.tokens[known.len() * block_size.tokens()..],
+            ..*content
+        };
         return BlockHashes::after_text(known, content.tokens.len(), &rest, block_size);
     }
-    let ranges = || content.objects.iter().flat_map(|object| &object.ranges).filter(|range| !range.is_empty());
-    let first = ranges().map(|range| range.start).min().unwrap_or(content.tokens.len()).min(content.tokens.len());
+    let ranges = || {
+        content
+            .objects
+            .iter()
+            .flat_map(|object| &object.ranges)
+            .filter(|range| !range.is_empty())
+    };
+    let first = ranges()
+        .map(|range| range.start)
+        .min()
+        .unwrap_or(content.tokens.len())
+        .min(content.tokens.len());
     let known = &known[..known.len().min(content.windows.blocks(first, block_size))];
     let from = known.len() * block_size.tokens();
     let behind = |object: &PromptObject| {
         let ranges = object.ranges.iter().filter(|range| !range.is_empty());
-        PromptObject { ranges: ranges.map(|range| range.start - from..range.end - from).collect(), ..object.clone() }
+        PromptObject {
+            ranges: ranges
+                .map(|range| range.start - from..range.end - from)
+                .collect(),
+            ..object.clone()
+        }
     };
     let objects: Vec<PromptObject> = content.objects.iter().map(behind).collect();
-    let rest = Content { tokens: &content.tokens[from..], objects: &objects, ..*content };
-    BlockHashes::after(known, (content.tokens.len(), block_size), &locals_of(&rest, block_size, media))
+    let rest = Content {
+        tokens: &content.tokens[from..],
+        objects: &objects,
+        ..*content
+    };
+    BlockHashes::after(
+        known,
+        (content.tokens.len(), block_size),
+        &locals_of(&rest, block_size, media),
+    )
 }
 
 fn locals_of(content: &Content<'_>, block_size: BlockSize, media: MediaTokens) -> Vec<LocalHash> {
     let mut objects = marks(content.tokens.len(), block_size, content.objects);
     let padded = match content.windows {
-        Windows::Plain if !objects.is_empty() => normalize(content.tokens, &mut objects, block_size, media),
+        Windows::Plain if !objects.is_empty() => {
+            normalize(content.tokens, &mut objects, block_size, media)
+        }
         Windows::Plain | Windows::Eagle => None,
     };
     let tokens = padded.as_deref().unwrap_or(content.tokens);
@@ -61,7 +91,13 @@ fn locals_of(content: &Content<'_>, block_size: BlockSize, media: MediaTokens) -
 fn marks(tokens: usize, block_size: BlockSize, objects: &[PromptObject]) -> Vec<Vec<u64>> {
     let mut places: Vec<_> = objects
         .iter()
-        .flat_map(|object| object.ranges.iter().filter(|range| !range.is_empty()).map(|range| (range, object.object)))
+        .flat_map(|object| {
+            object
+                .ranges
+                .iter()
+                .filter(|range| !range.is_empty())
+                .map(|range| (range, object.object))
+        })
         .collect();
     if places.is_empty() {
         return Vec::new();
@@ -95,7 +131,9 @@ pub fn normalize(
     for (start, objects) in starts.zip(objects) {
         let block = &tokens[start..tokens.len().min(start + block_size.tokens())];
         let runs = runs(block, image, media.video);
-        let Some(&(_, last)) = runs.last() else { continue };
+        let Some(&(_, last)) = runs.last() else {
+            continue;
+        };
         let exact = last + 1 == objects.len();
         if objects.is_empty() || (media.video.is_some() && !exact) {
             continue;
@@ -146,58 +184,137 @@ mod tests {
         };
         let tokens = [5, 9, 9, 9, 9, 5, 9, 9, 5, 9, 5, 9];
         // The second stands in its block twice.
-        let objects = [object(1, 1, 5), object(2, 6, 8), object(3, 9, 10), object(3, 11, 12)];
-        let content = Content { objects: &objects, ..Content::plain(&tokens, &salt) };
-        let native = locals(&tokens, size, &salt, Windows::Plain, &[vec![1], vec![1, 2], vec![3, 3]]);
-        assert_eq!(hashes(&content, size, MediaTokens::default()).locals(), native);
-        let media = MediaTokens { image: Some(9), video: None };
-        let (a, b, c) = (ObjectHash(1).pad_token(), ObjectHash(2).pad_token(), ObjectHash(3).pad_token());
-        let padded = locals(&[5, a, a, a, a, 5, b, b, 5, c, 5, c], size, &salt, Windows::Plain, &[]);
+        let objects = [
+            object(1, 1, 5),
+            object(2, 6, 8),
+            object(3, 9, 10),
+            object(3, 11, 12),
+        ];
+        let content = Content {
+            objects: &objects,
+            ..Content::plain(&tokens, &salt)
+        };
+        let native = locals(
+            &tokens,
+            size,
+            &salt,
+            Windows::Plain,
+            &[vec![1], vec![1, 2], vec![3, 3]],
+        );
+        assert_eq!(
+            hashes(&content, size, MediaTokens::default()).locals(),
+            native
+        );
+        let media = MediaTokens {
+            image: Some(9),
+            video: None,
+        };
+        let (a, b, c) = (
+            ObjectHash(1).pad_token(),
+            ObjectHash(2).pad_token(),
+            ObjectHash(3).pad_token(),
+        );
+        let padded = locals(
+            &[5, a, a, a, a, 5, b, b, 5, c, 5, c],
+            size,
+            &salt,
+            Windows::Plain,
+            &[],
+        );
         assert_eq!(hashes(&content, size, media).locals(), padded);
         let text = Content::plain(&tokens, &salt);
-        assert_eq!(hashes(&text, size, media), BlockHashes::of(&tokens, size, &salt));
+        assert_eq!(
+            hashes(&text, size, media),
+            BlockHashes::of(&tokens, size, &salt)
+        );
     }
 
     #[test]
     fn placeholders_become_pads_where_objects_explain_them() {
         let size = BlockSize::new(4).unwrap();
-        let image_only = MediaTokens { image: Some(9), video: None };
-        let video = MediaTokens { image: Some(9), video: Some(8) };
+        let image_only = MediaTokens {
+            image: Some(9),
+            video: None,
+        };
+        let video = MediaTokens {
+            image: Some(9),
+            video: Some(8),
+        };
         let (a, b) = (ObjectHash(1).pad_token(), ObjectHash(2).pad_token());
         type Case<'a> = (&'a [u32], &'a [&'a [u64]], MediaTokens, Option<Vec<u32>>);
         let cases: [Case<'_>; 7] = [
             (&[5, 9, 9, 5], &[&[1]], image_only, Some(vec![5, a, a, 5])),
-            (&[9, 5, 9, 5], &[&[1, 2]], image_only, Some(vec![a, 5, b, 5])),
+            (
+                &[9, 5, 9, 5],
+                &[&[1, 2]],
+                image_only,
+                Some(vec![a, 5, b, 5]),
+            ),
             (&[9, 5, 9, 5], &[&[1]], image_only, Some(vec![a, 5, a, 5])),
             (&[9, 5, 9, 5], &[&[1]], video, None),
             (&[8, 5, 8, 5], &[&[1]], video, Some(vec![a, 5, a, 5])),
-            (&[5, 5, 9, 9, 9, 9, 9, 9], &[&[1], &[1]], image_only, Some(vec![5, 5, a, a, a, a, a, a])),
+            (
+                &[5, 5, 9, 9, 9, 9, 9, 9],
+                &[&[1], &[1]],
+                image_only,
+                Some(vec![5, 5, a, a, a, a, a, a]),
+            ),
             (&[5, 5, 5, 5], &[&[1]], image_only, None),
         ];
         for (tokens, objects, media, expected) in cases {
             let mut objects: Vec<Vec<u64>> = objects.iter().map(|block| block.to_vec()).collect();
-            assert_eq!(normalize(tokens, &mut objects, size, media), expected, "{tokens:?}");
+            assert_eq!(
+                normalize(tokens, &mut objects, size, media),
+                expected,
+                "{tokens:?}"
+            );
             assert_eq!(objects.iter().all(Vec::is_empty), expected.is_some());
         }
     }
 
     #[test]
     fn a_chain_goes_on_from_any_block_as_if_it_had_begun_at_the_first() {
-        let tokens: Vec<u32> =
-            (0..70).map(|at| if (31..40).contains(&at) { 9 } else { at * 7919 % 151 + 10 }).collect();
-        let salt = Salt { lora: Some("adapter".into()), cache: Some("tenant".into()) };
-        let objects = [PromptObject { object: ObjectHash(7), ranges: vec![31..40, 3..3] }];
-        let media = MediaTokens { image: Some(9), video: None };
+        let tokens: Vec<u32> = (0..70)
+            .map(|at| {
+                if (31..40).contains(&at) {
+                    9
+                } else {
+                    at * 7919 % 151 + 10
+                }
+            })
+            .collect();
+        let salt = Salt {
+            lora: Some("adapter".into()),
+            cache: Some("tenant".into()),
+        };
+        let objects = [PromptObject {
+            object: ObjectHash(7),
+            ranges: vec![31..40, 3..3],
+        }];
+        let media = MediaTokens {
+            image: Some(9),
+            video: None,
+        };
         for windows in [Windows::Plain, Windows::Eagle] {
             for size in [1, 3, 16, 64, 100].map(|size| BlockSize::new(size).expect("not zero")) {
-                for (length, objects) in
-                    (0..=31).chain(40..=tokens.len()).flat_map(|at| [(at, &objects[..]), (at, &[])])
+                for (length, objects) in (0..=31)
+                    .chain(40..=tokens.len())
+                    .flat_map(|at| [(at, &objects[..]), (at, &[])])
                 {
                     let objects = if length < 40 { &[] } else { objects };
-                    let content = Content { windows, objects, ..Content::plain(&tokens[..length], &salt) };
+                    let content = Content {
+                        windows,
+                        objects,
+                        ..Content::plain(&tokens[..length], &salt)
+                    };
                     let whole = hashes(&content, size, media);
                     assert_eq!(whole.len(), windows.blocks(length, size));
-                    let pairs: Vec<_> = whole.locals().iter().copied().zip(whole.sequences().iter().copied()).collect();
+                    let pairs: Vec<_> = whole
+                        .locals()
+                        .iter()
+                        .copied()
+                        .zip(whole.sequences().iter().copied())
+                        .collect();
                     for known in 0..=pairs.len() {
                         let resumed = resumed(&content, size, media, &pairs[..known]);
                         assert_eq!(resumed, whole, "{windows:?} {size:?} {length} {known}");

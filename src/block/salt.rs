@@ -23,6 +23,7 @@ impl Salt {
             None | Some("") => 0,
             Some(text) => xxh3_64_with_seed(text.as_bytes(), seed),
         };
-        SEED.wrapping_add(part(&self.lora, 0)).wrapping_add(part(&self.cache, 1))
+        SEED.wrapping_add(part(&self.lora, 0))
+            .wrapping_add(part(&self.cache, 1))
     }
 }

@@ -50,7 +50,10 @@ impl Key {
 
     /// A key under a name.
     pub fn new(id: &str, secret: [u8; Key::LEN]) -> Self {
-        Self { id: id.into(), secret }
+        Self {
+            id: id.into(),
+            secret,
+        }
     }
 
     /// The name.
@@ -60,7 +63,11 @@ impl Key {
 
     /// Encrypts values, or decrypts them: each is combined with a keystream of the key and the nonce. A nonce must not be
     /// used for other values.
-    pub fn apply_keystream<'v>(&self, nonce: &[u8; Key::NONCE], values: impl Iterator<Item = &'v mut u64>) {
+    pub fn apply_keystream<'v>(
+        &self,
+        nonce: &[u8; Key::NONCE],
+        values: impl Iterator<Item = &'v mut u64>,
+    ) {
         let mut hasher = blake3::Hasher::new_keyed(&self.secret);
         hasher.update(STREAM_DOMAIN).update(nonce);
         let mut stream = hasher.finalize_xof();
@@ -93,7 +100,9 @@ impl Key {
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Key").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("Key")
+            .field("id", &self.id)
+            .finish_non_exhaustive()
     }
 }
 
@@ -116,14 +125,21 @@ impl Frames {
     }
 
     fn long(&mut self, bytes: &[u8]) {
-        self.0.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
+        self.0
+            .update(&(bytes.len() as u64).to_le_bytes())
+            .update(bytes);
     }
 }
 
 impl TrackingHash {
     /// The names of a prompt's complete blocks. `hashes` are those of the same content, and are taken as they are where
     /// they serve.
-    pub fn sequences(&self, content: &Content<'_>, hashes: &BlockHashes, scope: Scope<'_>) -> Arc<[SequenceHash]> {
+    pub fn sequences(
+        &self,
+        content: &Content<'_>,
+        hashes: &BlockHashes,
+        scope: Scope<'_>,
+    ) -> Arc<[SequenceHash]> {
         match self {
             TrackingHash::Public => hashes.shared_sequences(),
             TrackingHash::Keyed(key) => {

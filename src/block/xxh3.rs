@@ -74,7 +74,10 @@ impl Seeded {
     #[inline]
     pub(super) fn of_32(&self, tokens: &[u32; 32]) -> u64 {
         let start = PRIME.wrapping_mul(128);
-        let part = |at: usize| self.mix(tokens, at * 4, 4 * at).wrapping_add(self.mix(tokens, 28 - at * 4, 4 * at + 2));
+        let part = |at: usize| {
+            self.mix(tokens, at * 4, 4 * at)
+                .wrapping_add(self.mix(tokens, 28 - at * 4, 4 * at + 2))
+        };
         avalanche((0..4).fold(start, |sum, at| sum.wrapping_add(part(at))))
     }
 
@@ -90,8 +93,14 @@ impl Seeded {
     pub(super) fn of_any(&self) -> OfAny {
         let mut secret = [0; 192];
         let words = secret.as_chunks_mut::<8>().0;
-        words.iter_mut().zip(self.secret).for_each(|(bytes, word)| *bytes = word.to_le_bytes());
-        OfAny { seed: self.seed, secret }
+        words
+            .iter_mut()
+            .zip(self.secret)
+            .for_each(|(bytes, word)| *bytes = word.to_le_bytes());
+        OfAny {
+            seed: self.seed,
+            secret,
+        }
     }
 }
 
@@ -121,14 +130,22 @@ pub(super) struct OfPair {
 impl OfPair {
     pub(super) const fn new(seed: u64) -> Self {
         let (low, high) = (SECRET[3] ^ SECRET[4], SECRET[5] ^ SECRET[6]);
-        Self { low: low.wrapping_add(seed), high: high.wrapping_sub(seed) }
+        Self {
+            low: low.wrapping_add(seed),
+            high: high.wrapping_sub(seed),
+        }
     }
 
     #[inline]
     pub(super) fn hash(self, low: u64, high: u64) -> u64 {
         let (low, high) = (low ^ self.low, high ^ self.high);
         let length = 16_u64;
-        avalanche(length.wrapping_add(high).wrapping_add(low.swap_bytes()).wrapping_add(fold(low, high)))
+        avalanche(
+            length
+                .wrapping_add(high)
+                .wrapping_add(low.swap_bytes())
+                .wrapping_add(fold(low, high)),
+        )
     }
 }
 
@@ -152,7 +169,10 @@ mod tests {
     use super::*;
 
     fn bytes(tokens: &[u32]) -> Vec<u8> {
-        tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+        tokens
+            .iter()
+            .flat_map(|token| token.to_le_bytes())
+            .collect()
     }
 
     proptest! {
@@ -185,10 +205,19 @@ mod tests {
         for seed in [0, 1, 1337, u64::MAX] {
             for word in [0, 1, u32::MAX] {
                 let (sixteen, more) = ([word; 16], [word; 32]);
-                assert_eq!(Seeded::new(seed).of_16(&sixteen), xxh3_64_with_seed(&bytes(&sixteen), seed));
-                assert_eq!(Seeded::new(seed).of_32(&more), xxh3_64_with_seed(&bytes(&more), seed));
+                assert_eq!(
+                    Seeded::new(seed).of_16(&sixteen),
+                    xxh3_64_with_seed(&bytes(&sixteen), seed)
+                );
+                assert_eq!(
+                    Seeded::new(seed).of_32(&more),
+                    xxh3_64_with_seed(&bytes(&more), seed)
+                );
                 let long = vec![word as u8; 241];
-                assert_eq!(Seeded::new(seed).of_any().hash(&long), xxh3_64_with_seed(&long, seed));
+                assert_eq!(
+                    Seeded::new(seed).of_any().hash(&long),
+                    xxh3_64_with_seed(&long, seed)
+                );
             }
         }
     }

@@ -13,7 +13,12 @@ use crate::settings::Period;
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// The configuration file. Without one the pool is served by load alone, as gateways' conformance tests need it
-    #[arg(long, short, value_name = "FILE", required_unless_present = "pool_name")]
+    #[arg(
+        long,
+        short,
+        value_name = "FILE",
+        required_unless_present = "pool_name"
+    )]
     pub config: Option<PathBuf>,
     /// Name of the pool that is served: the InferencePool whose pods are the workers, unless the file says where else they are
     #[arg(long, value_name = "NAME")]
@@ -63,7 +68,10 @@ impl ServeArgs {
             grpc_health_port: self.grpc_health_port,
             secure_serving: self.secure_serving,
             // As it is seen from where the command was given, and not from the configuration.
-            cert_dir: self.cert_path.as_ref().map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())),
+            cert_dir: self
+                .cert_path
+                .as_ref()
+                .map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())),
             drain_grace: self.drain_timeout,
             metrics_port: self.metrics_port,
             log_format: self.zap_encoder,
@@ -93,7 +101,8 @@ fn level(verbosity: u8) -> LogLevel {
 pub(super) fn with_command(args: Vec<OsString>) -> Vec<OsString> {
     let of_itself = ["-h", "--help", "-V", "--version"];
     let first = args.get(1).map(|first| first.to_string_lossy());
-    let is_flag = first.is_some_and(|first| first.starts_with('-') && !of_itself.contains(&&*first));
+    let is_flag =
+        first.is_some_and(|first| first.starts_with('-') && !of_itself.contains(&&*first));
     let command = is_flag.then(|| OsString::from("serve"));
     let mut args = args.into_iter();
     args.next().into_iter().chain(command).chain(args).collect()
@@ -105,7 +114,8 @@ pub(super) fn without_logger_flags(args: impl IntoIterator<Item = OsString>) -> 
     let mut args = args.into_iter().peekable();
     while let Some(arg) = args.next() {
         let text = arg.to_string_lossy();
-        let foreign = text.starts_with("--zap-") && !(text == "--zap-encoder" || text.starts_with("--zap-encoder="));
+        let foreign = text.starts_with("--zap-")
+            && !(text == "--zap-encoder" || text.starts_with("--zap-encoder="));
         if !foreign {
             kept.push(arg);
         } else if !text.contains('=') {
@@ -121,8 +131,13 @@ mod tests {
     use crate::cli::{Cli, Command};
 
     fn serve(more: &[&str]) -> Result<Flags, clap::Error> {
-        let args = ["warmroute", "serve", "--config", "w.yaml"].iter().chain(more).map(OsString::from);
-        let Command::Serve(args) = Cli::read(args)?.command else { panic!("another command") };
+        let args = ["warmroute", "serve", "--config", "w.yaml"]
+            .iter()
+            .chain(more)
+            .map(OsString::from);
+        let Command::Serve(args) = Cli::read(args)?.command else {
+            panic!("another command")
+        };
         assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
         Ok(args.flags())
     }
@@ -130,17 +145,39 @@ mod tests {
     #[test]
     fn an_endpoint_picker_has_flags_and_no_command() {
         let read = |args: &[&str]| Cli::read(["warmroute"].iter().chain(args).map(OsString::from));
-        let Command::Serve(args) = read(&["--zap-devel", "--pool-name", "p", "--v", "4"]).unwrap().command else {
+        let Command::Serve(args) = read(&["--zap-devel", "--pool-name", "p", "--v", "4"])
+            .unwrap()
+            .command
+        else {
             panic!("another command")
         };
-        assert_eq!((args.config.as_ref(), args.pool_name.as_deref(), args.verbosity), (None, Some("p"), Some(4)));
-        assert!(matches!(read(&["-c", "w.yaml"]).unwrap().command, Command::Serve(_)));
-        assert!(matches!(read(&["check", "-c", "w.yaml"]).unwrap().command, Command::Check(_)));
+        assert_eq!(
+            (
+                args.config.as_ref(),
+                args.pool_name.as_deref(),
+                args.verbosity
+            ),
+            (None, Some("p"), Some(4))
+        );
+        assert!(matches!(
+            read(&["-c", "w.yaml"]).unwrap().command,
+            Command::Serve(_)
+        ));
+        assert!(matches!(
+            read(&["check", "-c", "w.yaml"]).unwrap().command,
+            Command::Check(_)
+        ));
         for (args, kind) in [
-            (&[][..], clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand),
+            (
+                &[][..],
+                clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand,
+            ),
             (&["--help"], clap::error::ErrorKind::DisplayHelp),
             (&["--version"], clap::error::ErrorKind::DisplayVersion),
-            (&["--grpc-port", "9002"], clap::error::ErrorKind::MissingRequiredArgument),
+            (
+                &["--grpc-port", "9002"],
+                clap::error::ErrorKind::MissingRequiredArgument,
+            ),
         ] {
             assert_eq!(read(args).unwrap_err().kind(), kind, "{args:?}");
         }
@@ -198,13 +235,26 @@ mod tests {
             (&["-v=5"], Some(LogLevel::Trace), None),
             (&["-v9"], Some(LogLevel::Trace), None),
             (&["--zap-encoder=console"], None, Some(LogFormat::Text)),
-            (&["--zap-stacktrace-level", "error", "--zap-encoder=json"], None, Some(LogFormat::Json)),
+            (
+                &["--zap-stacktrace-level", "error", "--zap-encoder=json"],
+                None,
+                Some(LogFormat::Json),
+            ),
         ];
         for (given, level, format) in cases {
             let flags = serve(given).unwrap();
-            assert_eq!((flags.log_level, flags.log_format), (level, format), "{given:?}");
+            assert_eq!(
+                (flags.log_level, flags.log_format),
+                (level, format),
+                "{given:?}"
+            );
         }
-        for wrong in [&["--zap-encoder", "xml"][..], &["--grpc-port", "70000"], &["--unknown"], &["--v", "much"]] {
+        for wrong in [
+            &["--zap-encoder", "xml"][..],
+            &["--grpc-port", "70000"],
+            &["--unknown"],
+            &["--v", "much"],
+        ] {
             assert!(serve(wrong).is_err(), "{wrong:?}");
         }
     }

@@ -11,16 +11,26 @@ use crate::config::Config;
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let flags = args.serve.flags();
     let path = args.serve.config.as_deref();
-    let read = path.map_or_else(|| Config::of_flags(&flags), |path| Config::load_with(path, &flags));
-    let Some(config) = usable(read, err)? else { return Ok(MISCONFIGURED) };
+    let read = path.map_or_else(
+        || Config::of_flags(&flags),
+        |path| Config::load_with(path, &flags),
+    );
+    let Some(config) = usable(read, err)? else {
+        return Ok(MISCONFIGURED);
+    };
     let mut warnings = config.advice(&app::listed(&config)?);
     if !args.fast {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let report = runtime.block_on(app::try_load(&config));
         if !report.problems.is_empty() {
             match path {
                 Some(path) => write_mistakes(Config::locate(path, report.problems), err)?,
-                None => report.problems.iter().try_for_each(|problem| writeln!(err, "{}", problem.text))?,
+                None => report
+                    .problems
+                    .iter()
+                    .try_for_each(|problem| writeln!(err, "{}", problem.text))?,
             }
             return Ok(MISCONFIGURED);
         }

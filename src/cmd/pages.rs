@@ -19,11 +19,24 @@ pub(super) struct Pages {
 
 impl Pages {
     /// The pages at `admin`, with the file of the token and that of the authority where they need these.
-    pub(super) fn of(admin: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
-        let read = |file: &Path| std::fs::read_to_string(file).with_context(|| format!("the token {}", file.display()));
-        let token = token_file.map(read).transpose()?.map(|token| token.trim().to_owned());
+    pub(super) fn of(
+        admin: &str,
+        token_file: Option<&Path>,
+        ca_file: Option<&Path>,
+    ) -> anyhow::Result<Self> {
+        let read = |file: &Path| {
+            std::fs::read_to_string(file).with_context(|| format!("the token {}", file.display()))
+        };
+        let token = token_file
+            .map(read)
+            .transpose()?
+            .map(|token| token.trim().to_owned());
         let client = client(admin, ca_file)?.timeout(PATIENCE).build()?;
-        Ok(Self { client, admin: admin.trim_end_matches('/').to_owned(), token })
+        Ok(Self {
+            client,
+            admin: admin.trim_end_matches('/').to_owned(),
+            token,
+        })
     }
 
     /// The text of a page.
@@ -32,9 +45,18 @@ impl Pages {
     }
 
     /// The answer to a question in JSON.
-    pub(super) async fn post(&self, page: &str, question: String, accept: &str) -> anyhow::Result<String> {
-        let request = self.client.post(self.url(page)).header("content-type", "application/json");
-        self.ask(request.header("accept", accept).body(question), page).await
+    pub(super) async fn post(
+        &self,
+        page: &str,
+        question: String,
+        accept: &str,
+    ) -> anyhow::Result<String> {
+        let request = self
+            .client
+            .post(self.url(page))
+            .header("content-type", "application/json");
+        self.ask(request.header("accept", accept).body(question), page)
+            .await
     }
 
     fn url(&self, page: &str) -> String {
@@ -51,10 +73,14 @@ impl Pages {
             false => format!("{url} cannot be reached"),
         })?;
         let status = answer.status();
-        let text = answer.text().await.with_context(|| format!("{url} broke off its answer"))?;
+        let text = answer
+            .text()
+            .await
+            .with_context(|| format!("{url} broke off its answer"))?;
         if !status.is_success() {
-            let said =
-                serde_json::from_str::<Value>(&text).ok().and_then(|said| Some(said["error"].as_str()?.to_owned()));
+            let said = serde_json::from_str::<Value>(&text)
+                .ok()
+                .and_then(|said| Some(said["error"].as_str()?.to_owned()));
             bail!("{url} answers {status}: {}", said.unwrap_or(text));
         }
         Ok(text)

@@ -26,17 +26,29 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
             let read = Config::load_with(&path, &flags);
             let again = path.clone();
             let again = Box::new(move || Config::load_with(&again, &flags));
-            (read, Some(ConfigFile { path, read: again, asked: asked.clone(), seen }))
+            (
+                read,
+                Some(ConfigFile {
+                    path,
+                    read: again,
+                    asked: asked.clone(),
+                    seen,
+                }),
+            )
         }
     };
-    let Some(config) = super::usable(read, err)? else { return Ok(super::MISCONFIGURED) };
+    let Some(config) = super::usable(read, err)? else {
+        return Ok(super::MISCONFIGURED);
+    };
     let log = telemetry::start(&config.log);
     telemetry::hide_panics();
     // A list that cannot be read is told of where it is followed.
     for advice in config.advice(&app::listed(&config).unwrap_or_default()) {
         warn!(of = advice.subject, fix = advice.mend, "{}", advice.seen);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
     let ended = runtime.block_on(async {
         // Before anything else: a signal during start-up must end it cleanly, too, and none to reload may end it.
         let mut ends =

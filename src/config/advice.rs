@@ -33,18 +33,41 @@ impl Config {
     /// What should be looked at again, with these workers.
     pub fn advice(&self, workers: &[Worker]) -> Vec<Advice> {
         let of_models = self.models.iter().flat_map(|model| {
-            let roles: Vec<Role> =
-                workers.iter().filter(|worker| worker.model == model.name).map(|worker| worker.role).collect();
-            pools(model, &roles).into_iter().chain(conditional(self, model))
+            let roles: Vec<Role> = workers
+                .iter()
+                .filter(|worker| worker.model == model.name)
+                .map(|worker| worker.role)
+                .collect();
+            pools(model, &roles)
+                .into_iter()
+                .chain(conditional(self, model))
         });
-        let meetings = workers.iter().filter_map(|worker| meeting_place(self, worker));
-        let values = [short_bodies(self), long_deadline(self), trusted_open_listener(self)].into_iter().flatten();
-        let of_pools = confined(self, workers).into_iter().chain(unconfined(self, workers)).chain(found_twice(self));
-        of_models.chain(meetings).chain(of_pools).chain(values).collect()
+        let meetings = workers
+            .iter()
+            .filter_map(|worker| meeting_place(self, worker));
+        let values = [
+            short_bodies(self),
+            long_deadline(self),
+            trusted_open_listener(self),
+        ]
+        .into_iter()
+        .flatten();
+        let of_pools = confined(self, workers)
+            .into_iter()
+            .chain(unconfined(self, workers))
+            .chain(found_twice(self));
+        of_models
+            .chain(meetings)
+            .chain(of_pools)
+            .chain(values)
+            .collect()
     }
 
     fn way(&self, worker: &Worker) -> Option<By> {
-        let model = self.models.iter().find(|model| model.name == worker.model)?;
+        let model = self
+            .models
+            .iter()
+            .find(|model| model.name == worker.model)?;
         way(model)
     }
 }
@@ -59,7 +82,10 @@ fn short_bodies(config: &Config) -> Option<Advice> {
     let limit = config.limits.body;
     (limit < SHORT_BODY).then(|| Advice {
         subject: "limits.body".to_owned(),
-        seen: format!("{} bytes are less than many requests have; longer ones are routed by load only", limit.0),
+        seen: format!(
+            "{} bytes are less than many requests have; longer ones are routed by load only",
+            limit.0
+        ),
         mend: "write the unit, for example 32MiB".to_owned(),
     })
 }
@@ -78,8 +104,10 @@ fn long_deadline(config: &Config) -> Option<Advice> {
 
 /// Clients that connect without Envoy can send headers that Envoy would remove.
 fn trusted_open_listener(config: &Config) -> Option<Advice> {
-    let open =
-        config.listen.tcp.filter(|listen| config.listen.unprotected && !listen.ip().to_canonical().is_loopback())?;
+    let open = config
+        .listen
+        .tcp
+        .filter(|listen| config.listen.unprotected && !listen.ip().to_canonical().is_loopback())?;
     config.clients.trusted.then(|| Advice {
         subject: "clients.trusted".to_owned(),
         seen: format!(
@@ -96,7 +124,8 @@ fn way(model: &ModelConfig) -> Option<By> {
 /// Whether there is somebody for each phase, and whether those who are there are told.
 fn pools(model: &ModelConfig, roles: &[Role]) -> Option<Advice> {
     let has = |role| roles.contains(&role);
-    let (prefill, decode, aggregated) = (has(Role::Prefill), has(Role::Decode), has(Role::Aggregated));
+    let (prefill, decode, aggregated) =
+        (has(Role::Prefill), has(Role::Decode), has(Role::Aggregated));
     let (seen, mend) = match way(model) {
         _ if roles.is_empty() => return None,
         None if prefill => (
@@ -109,9 +138,10 @@ fn pools(model: &ModelConfig, roles: &[Role]) -> Option<Advice> {
             "`prefill: {by: call}`, and none of its workers has `role: prefill`: whoever decodes computes every prompt",
             "write `role: prefill` for some of them, or take `prefill` out",
         ),
-        Some(By::Call) if !decode && !aggregated => {
-            ("all of its workers have `role: prefill`: nobody answers", "write `role: decode` for some of them")
-        }
+        Some(By::Call) if !decode && !aggregated => (
+            "all of its workers have `role: prefill`: nobody answers",
+            "write `role: decode` for some of them",
+        ),
         Some(By::Mirror) if !prefill && decode => (
             "`prefill: {by: mirror}`, and none of its workers has `role: prefill`: its decode workers have nobody to meet, and \
              its requests are refused",
@@ -127,7 +157,11 @@ fn pools(model: &ModelConfig, roles: &[Role]) -> Option<Advice> {
         ),
         _ => return None,
     };
-    Some(Advice { subject: format!("model {}", model.name), seen: seen.to_owned(), mend: mend.to_owned() })
+    Some(Advice {
+        subject: format!("model {}", model.name),
+        seen: seen.to_owned(),
+        mend: mend.to_owned(),
+    })
 }
 
 fn conditional(config: &Config, model: &ModelConfig) -> Option<Advice> {
@@ -146,7 +180,10 @@ fn meeting_place(config: &Config, worker: &Worker) -> Option<Advice> {
     worker.bootstrap.as_ref()?;
     let why = match (worker.role, config.way(worker)) {
         (Role::Prefill, Some(By::Mirror)) => return None,
-        (Role::Prefill, _) => format!("the model {} has no `prefill: {{by: mirror}}`", worker.model),
+        (Role::Prefill, _) => format!(
+            "the model {} has no `prefill: {{by: mirror}}`",
+            worker.model
+        ),
         (role, _) => format!("it has `role: {role}`, and prefill workers are who is met"),
     };
     Some(Advice {
@@ -162,14 +199,19 @@ fn confined(config: &Config, workers: &[Worker]) -> Vec<Advice> {
     let mut pools: Vec<&str> = config.confine.pools().collect();
     pools.sort_unstable();
     pools.dedup();
-    let nobody =
-        pools.into_iter().filter(|pool| !workers.is_empty() && !workers.iter().any(|worker| worker.is_of(pool)));
+    let nobody = pools
+        .into_iter()
+        .filter(|pool| !workers.is_empty() && !workers.iter().any(|worker| worker.is_of(pool)));
     let advice = |pool: &str| Advice {
         subject: "confine".to_owned(),
         seen: format!("no worker is of the pool `{pool}`, so requests for it are refused"),
         mend: match &config.kubernetes {
             Some(kubernetes) => {
-                let titles: Vec<String> = kubernetes.pools.iter().map(|pool| format!("`{}`", pool.title())).collect();
+                let titles: Vec<String> = kubernetes
+                    .pools
+                    .iter()
+                    .map(|pool| format!("`{}`", pool.title()))
+                    .collect();
                 format!("the pools of `kubernetes` are {}", titles.join(", "))
             }
             None => format!("write the taint `pool={pool}` for its workers"),
@@ -181,8 +223,13 @@ fn confined(config: &Config, workers: &[Worker]) -> Vec<Advice> {
 /// Several pools, and requests that nothing confines to one of them. Only Envoy's configuration shows whether it sends the dynamic
 /// metadata `pool`.
 fn unconfined(config: &Config, workers: &[Worker]) -> Option<Advice> {
-    let of_kubernetes = config.kubernetes.iter().flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::title));
-    let of_workers = workers.iter().flat_map(|worker| worker.pools().map(str::to_owned));
+    let of_kubernetes = config
+        .kubernetes
+        .iter()
+        .flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::title));
+    let of_workers = workers
+        .iter()
+        .flat_map(|worker| worker.pools().map(str::to_owned));
     let pools: BTreeSet<String> = of_kubernetes.chain(of_workers).collect();
     let confine = &config.confine;
     let unnamed: Vec<String> = pools
@@ -216,11 +263,21 @@ fn unconfined(config: &Config, workers: &[Worker]) -> Option<Advice> {
 
 /// Pods that are found by several entries: each worker can be there once only, so the others' settings are for nobody.
 fn found_twice(config: &Config) -> Vec<Advice> {
-    let pools = config.kubernetes.as_ref().map(|kubernetes| &kubernetes.pools[..]).unwrap_or_default();
-    let again = pools.iter().enumerate().filter(|(at, pool)| pools[..*at].iter().any(|other| other.finds_all_of(pool)));
+    let pools = config
+        .kubernetes
+        .as_ref()
+        .map(|kubernetes| &kubernetes.pools[..])
+        .unwrap_or_default();
+    let again = pools
+        .iter()
+        .enumerate()
+        .filter(|(at, pool)| pools[..*at].iter().any(|other| other.finds_all_of(pool)));
     let advice = |(_, pool): (usize, &PodsConfig)| Advice {
         subject: "kubernetes".to_owned(),
-        seen: format!("the pods of `{}` are found by an earlier entry already, so this one finds nobody", pool.title()),
+        seen: format!(
+            "the pods of `{}` are found by an earlier entry already, so this one finds nobody",
+            pool.title()
+        ),
         mend: "leave one out".to_owned(),
     };
     again.map(advice).collect()
@@ -242,12 +299,25 @@ mod tests {
             worker["endpoint"] = json!(format!("10.0.0.{id}:8000"));
             worker
         });
-        let mut config = json!({"models": [{"name": "m"}], "workers": numbered.collect::<Vec<_>>()});
-        config["models"][0].as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
-        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let mut config =
+            json!({"models": [{"name": "m"}], "workers": numbered.collect::<Vec<_>>()});
+        config["models"][0]
+            .as_object_mut()
+            .unwrap()
+            .extend(model.as_object().unwrap().clone());
+        config
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         let config = Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
-        let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
-        config.advice(&workers).iter().map(ToString::to_string).collect()
+        let WorkerSource::Fixed(workers) = config.worker_source() else {
+            panic!("another source")
+        };
+        config
+            .advice(&workers)
+            .iter()
+            .map(ToString::to_string)
+            .collect()
     }
 
     #[test]
@@ -257,17 +327,37 @@ mod tests {
         let (p, d, a) = (of("prefill"), of("decode"), of("aggregated"));
         let cases: [(Value, Vec<Value>, &[&str]); 16] = [
             (json!({}), vec![a.clone()], &[]),
-            (json!({}), vec![p.clone(), d.clone()], &["named in headers and nothing else"]),
+            (
+                json!({}),
+                vec![p.clone(), d.clone()],
+                &["named in headers and nothing else"],
+            ),
             (json!({}), vec![d.clone(), a.clone()], &[]),
             (by("header"), vec![p.clone(), d.clone()], &[]),
             (by("call"), vec![p.clone(), d.clone()], &[]),
             (by("call"), vec![p.clone(), a.clone()], &[]),
-            (by("call"), vec![d.clone()], &["whoever decodes computes every prompt"]),
-            (by("call"), vec![a.clone(), a.clone()], &["whoever decodes computes every prompt"]),
+            (
+                by("call"),
+                vec![d.clone()],
+                &["whoever decodes computes every prompt"],
+            ),
+            (
+                by("call"),
+                vec![a.clone(), a.clone()],
+                &["whoever decodes computes every prompt"],
+            ),
             (by("call"), vec![p.clone()], &["nobody answers"]),
             (by("mirror"), vec![p.clone(), d.clone()], &[]),
-            (by("mirror"), vec![d.clone(), a.clone()], &["its requests are refused"]),
-            (by("mirror"), vec![p.clone(), a.clone()], &["have nobody to meet"]),
+            (
+                by("mirror"),
+                vec![d.clone(), a.clone()],
+                &["its requests are refused"],
+            ),
+            (
+                by("mirror"),
+                vec![p.clone(), a.clone()],
+                &["have nobody to meet"],
+            ),
             (by("mirror"), vec![a.clone()], &["have no roles"]),
             (
                 by("mirror"),
@@ -280,9 +370,15 @@ mod tests {
             (
                 by("call"),
                 vec![json!({"role": "prefill", "bootstrap": {}}), d.clone()],
-                &["worker 1: `bootstrap` is without effect: the model m has no `prefill: {by: mirror}`"],
+                &[
+                    "worker 1: `bootstrap` is without effect: the model m has no `prefill: {by: mirror}`",
+                ],
             ),
-            (json!({}), vec![json!({"bootstrap": {}})], &["`role: aggregated`"]),
+            (
+                json!({}),
+                vec![json!({"bootstrap": {}})],
+                &["`role: aggregated`"],
+            ),
         ];
         for (model, workers, expected) in cases {
             let told = advice(&model, &workers, &json!({}));
@@ -295,26 +391,50 @@ mod tests {
 
     #[test]
     fn pools_that_nobody_is_of_and_pods_that_are_found_twice_are_told() {
-        let confine = json!({"confine": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}});
+        let confine =
+            json!({"confine": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}});
         let worker = json!({"taints": ["pool=p"]});
         let told = advice(&json!({}), std::slice::from_ref(&worker), &confine);
-        assert!(told.len() == 1 && told[0].contains("`q`") && told[0].contains("`pool=q`"), "{told:?}");
-        assert_eq!(advice(&json!({}), &[worker, json!({"taints": ["pool=q"]})], &confine), Vec::<String>::new());
+        assert!(
+            told.len() == 1 && told[0].contains("`q`") && told[0].contains("`pool=q`"),
+            "{told:?}"
+        );
+        assert_eq!(
+            advice(
+                &json!({}),
+                &[worker, json!({"taints": ["pool=q"]})],
+                &confine
+            ),
+            Vec::<String>::new()
+        );
         let confine = json!({"confine": {"authority": {"warmroute.a": "p", "warmroute.b": "q"}}});
         let told = advice(&json!({}), &[json!({"taints": ["pool=p"]})], &confine);
         assert!(told.len() == 1 && told[0].contains("`q`"), "{told:?}");
-        let confine = json!({"confine": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}});
+        let confine =
+            json!({"confine": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}});
         let pools = |pools: Value| -> Vec<String> {
             let mut config = json!({"models": [{"name": "m"}], "kubernetes": {"pools": pools}});
-            config.as_object_mut().unwrap().extend(confine.as_object().unwrap().clone());
-            let config = Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
-            config.advice(&config.typical_workers()).iter().map(ToString::to_string).collect()
+            config
+                .as_object_mut()
+                .unwrap()
+                .extend(confine.as_object().unwrap().clone());
+            let config =
+                Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
+            config
+                .advice(&config.typical_workers())
+                .iter()
+                .map(ToString::to_string)
+                .collect()
         };
         let two = json!([{"name": "p"}, {"name": "q"}, {"name": "p", "namespace": "n"}]);
         assert_eq!(pools(two), Vec::<String>::new());
-        let told = pools(json!([{"name": "p", "namespace": "n"}, {"name": "q"}, {"name": "p", "namespace": "n"}]));
+        let told = pools(
+            json!([{"name": "p", "namespace": "n"}, {"name": "q"}, {"name": "p", "namespace": "n"}]),
+        );
         assert!(
-            told.len() == 2 && told[0].contains("are `n/p`, `q`, `n/p`") && told[1].contains("found by"),
+            told.len() == 2
+                && told[0].contains("are `n/p`, `q`, `n/p`")
+                && told[1].contains("found by"),
             "{told:?}"
         );
         let same = |ports: [u16; 2]| {
@@ -329,20 +449,35 @@ mod tests {
     fn several_pools_without_confinement_cause_a_warning() {
         let workers = [json!({"taints": ["pool=p"]}), json!({"taints": ["pool=q"]})];
         let warnings = advice(&json!({}), &workers, &json!({}));
-        assert!(warnings.len() == 1 && warnings[0].contains("`p`, `q`"), "{warnings:?}");
-        assert_eq!(advice(&json!({}), &workers[..1], &json!({})), Vec::<String>::new());
+        assert!(
+            warnings.len() == 1 && warnings[0].contains("`p`, `q`"),
+            "{warnings:?}"
+        );
+        assert_eq!(
+            advice(&json!({}), &workers[..1], &json!({})),
+            Vec::<String>::new()
+        );
         for confine in [
             json!({"header": "x-pool"}),
             json!({"rules": [{"pool": "p"}]}),
             json!({"rules": [{"pool": "p", "paths": ["/p"]}], "authority": {"warmroute.b": "q"}}),
             json!({"authority": {"warmroute.a": "p", "warmroute.b": "q"}}),
         ] {
-            assert_eq!(advice(&json!({}), &workers, &json!({"confine": confine})), Vec::<String>::new(), "{confine}");
+            assert_eq!(
+                advice(&json!({}), &workers, &json!({"confine": confine})),
+                Vec::<String>::new(),
+                "{confine}"
+            );
         }
-        for confine in [json!({"rules": [{"pool": "p", "paths": ["/p"]}]}), json!({"authority": {"warmroute.a": "p"}})]
-        {
+        for confine in [
+            json!({"rules": [{"pool": "p", "paths": ["/p"]}]}),
+            json!({"authority": {"warmroute.a": "p"}}),
+        ] {
             let warnings = advice(&json!({}), &workers, &json!({"confine": confine}));
-            assert!(warnings.len() == 1 && warnings[0].contains("does not name the pools `q`"), "{warnings:?}");
+            assert!(
+                warnings.len() == 1 && warnings[0].contains("does not name the pools `q`"),
+                "{warnings:?}"
+            );
         }
     }
 
@@ -351,10 +486,16 @@ mod tests {
         let open = json!({"tcp": "0.0.0.0:9002", "unprotected": true});
         let cases = [
             (json!({}), None),
-            (json!({"limits": {"body": 32}}), Some("limits.body: 32 bytes")),
+            (
+                json!({"limits": {"body": 32}}),
+                Some("limits.body: 32 bytes"),
+            ),
             (json!({"limits": {"body": "64KiB"}}), None),
             (json!({"limits": {"exchange_deadline": "999ms"}}), None),
-            (json!({"limits": {"exchange_deadline": "5s"}}), Some("limits.exchange_deadline: 5s is not less")),
+            (
+                json!({"limits": {"exchange_deadline": "5s"}}),
+                Some("limits.exchange_deadline: 5s is not less"),
+            ),
             (json!({"clients": {"trusted": true}}), None),
             (json!({"listen": open}), None),
             (
@@ -364,8 +505,15 @@ mod tests {
         ];
         for (more, expected) in cases {
             let found = advice(&json!({}), &[json!({})], &more);
-            assert_eq!(found.len(), usize::from(expected.is_some()), "{more}: {found:?}");
-            assert!(expected.is_none_or(|text| found[0].starts_with(text)), "{found:?}");
+            assert_eq!(
+                found.len(),
+                usize::from(expected.is_some()),
+                "{more}: {found:?}"
+            );
+            assert!(
+                expected.is_none_or(|text| found[0].starts_with(text)),
+                "{found:?}"
+            );
         }
     }
 
@@ -373,8 +521,14 @@ mod tests {
     fn conditions_that_are_not_asked_are_told() {
         let more = json!({"disaggregation": {"conditional": {}}});
         let pools = [json!({"role": "prefill"}), json!({"role": "decode"})];
-        assert_eq!(advice(&json!({"prefill": {"by": "call"}}), &pools, &more), Vec::<String>::new());
+        assert_eq!(
+            advice(&json!({"prefill": {"by": "call"}}), &pools, &more),
+            Vec::<String>::new()
+        );
         let told = advice(&json!({"prefill": {"by": "mirror"}}), &pools, &more);
-        assert!(told.len() == 1 && told[0].contains("`disaggregation.conditional` is not for models"), "{told:?}");
+        assert!(
+            told.len() == 1 && told[0].contains("`disaggregation.conditional` is not for models"),
+            "{told:?}"
+        );
     }
 }

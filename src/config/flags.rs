@@ -68,8 +68,8 @@ impl Flags {
         }
         self.secure(&mut config.listen.tls);
         // The flag opens the port to all hosts, as charts of endpoint pickers expect.
-        config.listen.unprotected |=
-            self.grpc_port.is_some() && !config.listen.tls.as_ref().is_some_and(TlsConfig::is_mutual);
+        config.listen.unprotected |= self.grpc_port.is_some()
+            && !config.listen.tls.as_ref().is_some_and(TlsConfig::is_mutual);
         if let Some(port) = self.metrics_port {
             config.admin.listen.set_port(port);
         }
@@ -80,7 +80,13 @@ impl Flags {
 
     /// Where the workers are the pods of one InferencePool, it is the one that is named. Selectors and several pools stay.
     fn follow(&self, config: &mut Config) {
-        let Some([pool]) = config.kubernetes.as_mut().map(|kubernetes| &mut kubernetes.pools[..]) else { return };
+        let Some([pool]) = config
+            .kubernetes
+            .as_mut()
+            .map(|kubernetes| &mut kubernetes.pools[..])
+        else {
+            return;
+        };
         if pool.selector.is_empty() {
             pool.name = self.pool_name.clone().or(pool.name.take());
             pool.namespace = self.pool_namespace.clone().or(pool.namespace.take());
@@ -93,10 +99,17 @@ impl Flags {
             (Some(false), _) => *tls = None,
             (_, Some(dir)) => {
                 let client_ca = tls.take().and_then(|tls| tls.client_ca);
-                *tls = Some(TlsConfig { cert_dir: Some(dir.clone()), client_ca, ..TlsConfig::default() });
+                *tls = Some(TlsConfig {
+                    cert_dir: Some(dir.clone()),
+                    client_ca,
+                    ..TlsConfig::default()
+                });
             }
             (Some(true), None) => {
-                tls.get_or_insert_with(|| TlsConfig { self_signed: true, ..TlsConfig::default() });
+                tls.get_or_insert_with(|| TlsConfig {
+                    self_signed: true,
+                    ..TlsConfig::default()
+                });
             }
             (None, None) => {}
         }
@@ -108,8 +121,10 @@ mod tests {
     use super::*;
 
     fn laid(file: &str, flags: &Flags) -> Config {
-        let text = format!("models: [{{name: m}}]\nworkers: [{{id: 1, endpoint: '10.0.0.1:80'}}]\n{file}");
-        let mut config = Config::parse(std::path::Path::new("/etc/w.yaml"), text.as_bytes()).unwrap();
+        let text =
+            format!("models: [{{name: m}}]\nworkers: [{{id: 1, endpoint: '10.0.0.1:80'}}]\n{file}");
+        let mut config =
+            Config::parse(std::path::Path::new("/etc/w.yaml"), text.as_bytes()).unwrap();
         flags.lay_over(&mut config);
         config
     }
@@ -118,7 +133,16 @@ mod tests {
     fn flags_win_over_the_file_and_leave_the_rest_alone() {
         let file = "listen: {unix: /run/w.sock, health: '127.0.0.1:1'}\nadmin: {listen: '127.0.0.1:2'}\n\
                     pool: {name: a, namespace: b}\nlog: {format: json}\n";
-        assert_eq!(laid(file, &Flags::default()), laid(file, &Flags { metrics_port: Some(2), ..Flags::default() }));
+        assert_eq!(
+            laid(file, &Flags::default()),
+            laid(
+                file,
+                &Flags {
+                    metrics_port: Some(2),
+                    ..Flags::default()
+                }
+            )
+        );
         let flags = Flags {
             pool_name: Some("c".to_owned()),
             grpc_port: Some(9002),
@@ -132,8 +156,17 @@ mod tests {
         assert_eq!(config.listen.unix, Some("/run/w.sock".into()));
         assert_eq!(config.listen.health, Some("0.0.0.0:9003".parse().unwrap()));
         assert_eq!(config.admin.listen, "127.0.0.1:9090".parse().unwrap());
-        assert_eq!(config.pool, Some(PoolConfig { name: Some("c".to_owned()), namespace: Some("b".to_owned()) }));
-        assert_eq!((config.log.level, config.log.format), (LogLevel::Debug, LogFormat::Json));
+        assert_eq!(
+            config.pool,
+            Some(PoolConfig {
+                name: Some("c".to_owned()),
+                namespace: Some("b".to_owned())
+            })
+        );
+        assert_eq!(
+            (config.log.level, config.log.format),
+            (LogLevel::Debug, LogFormat::Json)
+        );
     }
 
     #[test]
@@ -149,29 +182,65 @@ mod tests {
         let shown = config.to_json();
         assert_eq!(shown["kubernetes"]["pools"][0]["name"], "primary");
         assert_eq!(shown["kubernetes"]["pools"][0]["namespace"], "apps");
-        assert_eq!(shown["pool"], json!({"name": "primary", "namespace": "apps"}));
+        assert_eq!(
+            shown["pool"],
+            json!({"name": "primary", "namespace": "apps"})
+        );
         assert_eq!(
             (&shown["listen"]["tcp"], &shown["listen"]["health"]),
             (&json!("0.0.0.0:9002"), &json!("0.0.0.0:1"))
         );
-        assert_eq!((config.listen.tls.unwrap().self_signed, config.gateway.conformance), (true, true));
+        assert_eq!(
+            (
+                config.listen.tls.unwrap().self_signed,
+                config.gateway.conformance
+            ),
+            (true, true)
+        );
         assert_eq!(config.drain.grace, Period::seconds(7));
-        let plain = Flags { secure_serving: Some(false), pool_namespace: None, ..flags };
+        let plain = Flags {
+            secure_serving: Some(false),
+            pool_namespace: None,
+            ..flags
+        };
         let config = Config::of_flags(&plain).unwrap();
-        assert_eq!((config.listen.tls, config.kubernetes.unwrap().pools[0].namespace.as_ref()), (None, None));
-        let wrong = Config::of_flags(&Flags { pool_name: Some(String::new()), ..plain }).unwrap_err();
-        assert!(wrong.iter().any(|wrong| wrong.to_string().contains("the name is empty")), "{wrong:?}");
+        assert_eq!(
+            (
+                config.listen.tls,
+                config.kubernetes.unwrap().pools[0].namespace.as_ref()
+            ),
+            (None, None)
+        );
+        let wrong = Config::of_flags(&Flags {
+            pool_name: Some(String::new()),
+            ..plain
+        })
+        .unwrap_err();
+        assert!(
+            wrong
+                .iter()
+                .any(|wrong| wrong.to_string().contains("the name is empty")),
+            "{wrong:?}"
+        );
     }
 
     #[test]
     fn the_pool_of_the_flags_is_followed_in_place_of_that_of_the_file() {
         let followed = |pools: &str| {
             let text = format!("models: [{{name: m}}]\nkubernetes: {{pools: {pools}}}\n");
-            let flags =
-                Flags { pool_name: Some("b".to_owned()), pool_namespace: Some("c".to_owned()), ..Flags::default() };
-            let config = Config::parse_with(std::path::Path::new("w.yaml"), text.as_bytes(), &flags).unwrap();
+            let flags = Flags {
+                pool_name: Some("b".to_owned()),
+                pool_namespace: Some("c".to_owned()),
+                ..Flags::default()
+            };
+            let config =
+                Config::parse_with(std::path::Path::new("w.yaml"), text.as_bytes(), &flags)
+                    .unwrap();
             let pools = config.kubernetes.unwrap().pools;
-            pools.into_iter().map(|pool| (pool.name, pool.namespace)).collect::<Vec<_>>()
+            pools
+                .into_iter()
+                .map(|pool| (pool.name, pool.namespace))
+                .collect::<Vec<_>>()
         };
         let own = |name: &str| Some(name.to_owned());
         let named = vec![(own("b"), own("c"))];
@@ -181,18 +250,34 @@ mod tests {
             named,
             "the file says only what the workers are like"
         );
-        assert_eq!(followed("[{selector: {app: x}, ports: [80]}]"), [(None, None)]);
-        assert_eq!(followed("[{name: a}, {name: x}]"), [(own("a"), None), (own("x"), None)]);
+        assert_eq!(
+            followed("[{selector: {app: x}, ports: [80]}]"),
+            [(None, None)]
+        );
+        assert_eq!(
+            followed("[{name: a}, {name: x}]"),
+            [(own("a"), None), (own("x"), None)]
+        );
     }
 
     #[test]
     fn secure_serving_finds_its_certificate() {
         let tls = |secure_serving, cert_dir: Option<&str>| {
-            let flags = Flags { secure_serving, cert_dir: cert_dir.map(PathBuf::from), ..Flags::default() };
+            let flags = Flags {
+                secure_serving,
+                cert_dir: cert_dir.map(PathBuf::from),
+                ..Flags::default()
+            };
             laid("", &flags).listen.tls
         };
-        let own = Some(TlsConfig { self_signed: true, ..TlsConfig::default() });
-        let given = Some(TlsConfig { cert_dir: Some("/certs".into()), ..TlsConfig::default() });
+        let own = Some(TlsConfig {
+            self_signed: true,
+            ..TlsConfig::default()
+        });
+        let given = Some(TlsConfig {
+            cert_dir: Some("/certs".into()),
+            ..TlsConfig::default()
+        });
         let cases = [
             (None, None, None),
             (Some(true), None, own),
@@ -203,8 +288,20 @@ mod tests {
         for (secure, dir, expected) in cases {
             assert_eq!(tls(secure, dir), expected, "{secure:?} {dir:?}");
         }
-        let mut file = Some(TlsConfig { self_signed: true, client_ca: Some("/ca".into()), ..TlsConfig::default() });
-        Flags { secure_serving: Some(true), ..Flags::default() }.secure(&mut file);
-        assert_eq!(file.unwrap().client_ca, Some("/ca".into()), "what the file says of clients holds");
+        let mut file = Some(TlsConfig {
+            self_signed: true,
+            client_ca: Some("/ca".into()),
+            ..TlsConfig::default()
+        });
+        Flags {
+            secure_serving: Some(true),
+            ..Flags::default()
+        }
+        .secure(&mut file);
+        assert_eq!(
+            file.unwrap().client_ca,
+            Some("/ca".into()),
+            "what the file says of clients holds"
+        );
     }
 }

@@ -24,15 +24,27 @@ pub struct HealthConfig {
 
 impl Default for HealthConfig {
     fn default() -> Self {
-        let HealthRules { failures, first, most } = HealthRules::default();
-        Self { failures, first: Period(first), most: Period(most) }
+        let HealthRules {
+            failures,
+            first,
+            most,
+        } = HealthRules::default();
+        Self {
+            failures,
+            first: Period(first),
+            most: Period(most),
+        }
     }
 }
 
 impl HealthConfig {
     /// What the core is told.
     pub fn rules(&self) -> HealthRules {
-        HealthRules { failures: self.failures, first: self.first.get(), most: self.most.get() }
+        HealthRules {
+            failures: self.failures,
+            first: self.first.get(),
+            most: self.most.get(),
+        }
     }
 
     /// Mistakes of meaning.
@@ -43,11 +55,17 @@ impl HealthConfig {
             problems.push(Problem::of("first", text));
         }
         if self.most < self.first {
-            let text = format!("{} is less than `first` ({}); it must be at least as long", self.most, self.first);
+            let text = format!(
+                "{} is less than `first` ({}); it must be at least as long",
+                self.most, self.first
+            );
             problems.push(Problem::of("most", text));
         }
         if self.most.get() > LONGEST {
-            problems.push(Problem::of("most", format!("{} is more than a day; the default is 60s", self.most)));
+            problems.push(Problem::of(
+                "most",
+                format!("{} is more than a day; the default is 60s", self.most),
+            ));
         }
         problems
     }
@@ -61,9 +79,11 @@ mod tests {
     fn times_out_that_cannot_work_are_refused_by_name() {
         assert_eq!(HealthConfig::default().rules(), HealthRules::default());
         assert!(HealthConfig::default().problems().is_empty());
-        for (text, key) in
-            [(r#"{"first": "0s"}"#, "first"), (r#"{"first": "2m"}"#, "most"), (r#"{"most": "25h"}"#, "most")]
-        {
+        for (text, key) in [
+            (r#"{"first": "0s"}"#, "first"),
+            (r#"{"first": "2m"}"#, "most"),
+            (r#"{"most": "25h"}"#, "most"),
+        ] {
             let config: HealthConfig = serde_json::from_str(text).unwrap();
             assert_eq!(config.problems().len(), 1, "{text}");
             assert_eq!(config.problems()[0].trail, [key.into()], "{text}");

@@ -15,7 +15,9 @@ pub struct IndexConfig {
 
 impl Default for IndexConfig {
     fn default() -> Self {
-        Self { most_blocks_per_tier: 1 << 20 }
+        Self {
+            most_blocks_per_tier: 1 << 20,
+        }
     }
 }
 
@@ -24,6 +26,9 @@ impl IndexConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let text = "the index would hold nothing; the default is 1048576";
         let is_zero = self.most_blocks_per_tier == 0;
-        is_zero.then(|| Problem::of("most_blocks_per_tier", text)).into_iter().collect()
+        is_zero
+            .then(|| Problem::of("most_blocks_per_tier", text))
+            .into_iter()
+            .collect()
     }
 }

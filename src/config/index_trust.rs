@@ -29,15 +29,30 @@ pub struct SilenceConfig {
 
 impl Default for IndexTrustConfig {
     fn default() -> Self {
-        let TrustRules { stale_credit, resync, .. } = TrustRules::default();
-        Self { stale_credit, silence: SilenceConfig::default(), resync }
+        let TrustRules {
+            stale_credit,
+            resync,
+            ..
+        } = TrustRules::default();
+        Self {
+            stale_credit,
+            silence: SilenceConfig::default(),
+            resync,
+        }
     }
 }
 
 impl Default for SilenceConfig {
     fn default() -> Self {
-        let TrustRules { silence_requests, silence_after, .. } = TrustRules::default();
-        Self { requests: silence_requests, after: Period(silence_after) }
+        let TrustRules {
+            silence_requests,
+            silence_after,
+            ..
+        } = TrustRules::default();
+        Self {
+            requests: silence_requests,
+            after: Period(silence_after),
+        }
     }
 }
 
@@ -56,7 +71,10 @@ impl IndexTrustConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if !(0.0..=1.0).contains(&self.stale_credit) {
-            let text = format!("`stale_credit` is {}, but must be from 0 to 1", self.stale_credit);
+            let text = format!(
+                "`stale_credit` is {}, but must be from 0 to 1",
+                self.stale_credit
+            );
             problems.push(Problem::of("stale_credit", text));
         }
         if self.silence.requests == 0 {

@@ -19,7 +19,9 @@ pub struct KvEventsLimits {
 
 impl Default for KvEventsLimits {
     fn default() -> Self {
-        Self { max_message: Size::mib(64) }
+        Self {
+            max_message: Size::mib(64),
+        }
     }
 }
 

@@ -16,7 +16,10 @@ pub struct LearnConfig {
 
 impl Default for LearnConfig {
     fn default() -> Self {
-        Self { enabled: true, interval: Period::seconds(60) }
+        Self {
+            enabled: true,
+            interval: Period::seconds(60),
+        }
     }
 }
 
@@ -25,6 +28,8 @@ impl LearnConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.interval.get().is_zero();
         let text = "asking every 0s would never rest; the default is 1m";
-        zero.then(|| Problem::of("interval", text)).into_iter().collect()
+        zero.then(|| Problem::of("interval", text))
+            .into_iter()
+            .collect()
     }
 }

@@ -94,7 +94,11 @@ fn vllm_default() -> BlockSize {
 impl ModelConfig {
     /// Makes the file names independent of the working directory.
     pub(super) fn resolve(&mut self, folder: &Path) {
-        let files = [self.tokenizer.as_mut(), self.tokenizer_config.as_mut(), self.chat_template.as_mut()];
+        let files = [
+            self.tokenizer.as_mut(),
+            self.tokenizer_config.as_mut(),
+            self.chat_template.as_mut(),
+        ];
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
@@ -120,18 +124,30 @@ impl ModelConfig {
             .map(|(key, file)| Problem::of(key, missing(file)))
             .collect();
         if self.name.as_str().is_empty() {
-            problems.push(Problem::of("name", "the model has no name; write it as the engines serve it"));
+            problems.push(Problem::of(
+                "name",
+                "the model has no name; write it as the engines serve it",
+            ));
         }
         let media = self.media.iter().flat_map(MediaConfig::problems);
         problems.extend(media.map(|problem| problem.within("media")));
         problems.extend(self.huge_blocks());
-        problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
-        let tokens = self.engine_tokens.iter().flat_map(EngineTokensConfig::problems);
+        problems.extend(
+            self.wrong_video_token()
+                .map(|text| Problem::of("video_token", text)),
+        );
+        let tokens = self
+            .engine_tokens
+            .iter()
+            .flat_map(EngineTokensConfig::problems);
         problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
         let prefill = self.prefill.iter().flat_map(PrefillConfig::problems);
         problems.extend(prefill.map(|problem| problem.within("prefill")));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
-            let empty = names.iter().enumerate().filter(|(_, name)| name.as_str().is_empty());
+            let empty = names
+                .iter()
+                .enumerate()
+                .filter(|(_, name)| name.as_str().is_empty());
             let text = "one of the names is empty; write what requests say, or leave it out";
             problems.extend(empty.map(|(at, _)| Problem::at([key.into(), at.into()], text)));
         }
@@ -147,19 +163,28 @@ impl ModelConfig {
 
     /// The tokens that stand for media.
     pub fn media_tokens(&self) -> MediaTokens {
-        MediaTokens { image: self.image_token, video: self.video_token }
+        MediaTokens {
+            image: self.image_token,
+            video: self.video_token,
+        }
     }
 
     fn huge_blocks(&self) -> Option<Problem> {
-        let size = self.block_size.filter(|size| size.tokens() > MAX_BLOCK_TOKENS)?;
-        let text =
-            format!("{} tokens are more than any engine has in a block; vLLM's --block-size is 16 by default", size.0);
+        let size = self
+            .block_size
+            .filter(|size| size.tokens() > MAX_BLOCK_TOKENS)?;
+        let text = format!(
+            "{} tokens are more than any engine has in a block; vLLM's --block-size is 16 by default",
+            size.0
+        );
         Some(Problem::of("block_size", text))
     }
 
     fn wrong_video_token(&self) -> Option<&'static str> {
         match (self.video_token?, self.image_token) {
-            (_, None) => Some("is without effect alone; give `image_token` as well, or leave it out"),
+            (_, None) => {
+                Some("is without effect alone; give `image_token` as well, or leave it out")
+            }
             (video, Some(image)) if video == image => {
                 Some("is the same as `image_token`; leave it out where one token stands for both")
             }
@@ -170,6 +195,13 @@ impl ModelConfig {
 
 /// The sentence for a file that should be there.
 pub(super) fn missing(file: &Path) -> String {
-    let kind = if file.exists() { "is not a file" } else { "does not exist" };
-    format!("{} {kind}; relative names start at the folder of the file they stand in", file.display())
+    let kind = if file.exists() {
+        "is not a file"
+    } else {
+        "does not exist"
+    };
+    format!(
+        "{} {kind}; relative names start at the folder of the file they stand in",
+        file.display()
+    )
 }

@@ -24,7 +24,12 @@ pub struct OverloadConfig {
 
 impl Default for OverloadConfig {
     fn default() -> Self {
-        let Thresholds { decode_blocks, prefill_tokens, prefill_tokens_fraction, mark } = Thresholds::default();
+        let Thresholds {
+            decode_blocks,
+            prefill_tokens,
+            prefill_tokens_fraction,
+            mark,
+        } = Thresholds::default();
         Self {
             decode_blocks,
             prefill_tokens,
@@ -49,7 +54,10 @@ impl OverloadConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let found = self.thresholds().validate().err();
-        found.map(|(name, text)| Problem::of(name, format!("`{name}` {text}"))).into_iter().collect()
+        found
+            .map(|(name, text)| Problem::of(name, format!("`{name}` {text}")))
+            .into_iter()
+            .collect()
     }
 }
 
@@ -59,11 +67,23 @@ mod tests {
 
     #[test]
     fn a_share_of_the_blocks_is_at_most_one_and_all_is_off_by_default() {
-        assert_eq!(OverloadConfig::default().thresholds(), Thresholds::default());
-        let wrong = OverloadConfig { decode_blocks: Some(1.5), ..OverloadConfig::default() };
-        assert_eq!(wrong.problems()[0].text, "`decode_blocks` is 1.5, but must be from 0 to 1");
+        assert_eq!(
+            OverloadConfig::default().thresholds(),
+            Thresholds::default()
+        );
+        let wrong = OverloadConfig {
+            decode_blocks: Some(1.5),
+            ..OverloadConfig::default()
+        };
+        assert_eq!(
+            wrong.problems()[0].text,
+            "`decode_blocks` is 1.5, but must be from 0 to 1"
+        );
         let read = |text: &str| serde_json::from_str::<OverloadConfig>(text);
-        assert_eq!(read(r#"{"mark": "2s"}"#).unwrap().thresholds().mark, std::time::Duration::from_secs(2));
+        assert_eq!(
+            read(r#"{"mark": "2s"}"#).unwrap().thresholds().mark,
+            std::time::Duration::from_secs(2)
+        );
         assert!(read(r#"{"blocks": 1}"#).is_err());
     }
 }

@@ -18,7 +18,16 @@ impl PoolConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let named = [("name", &self.name), ("namespace", &self.namespace)];
-        let empty = named.into_iter().filter(|(_, name)| name.as_ref().is_some_and(|name| name.is_empty()));
-        empty.map(|(key, _)| Problem::of(key, format!("the {key} is empty; write it, or leave it out"))).collect()
+        let empty = named
+            .into_iter()
+            .filter(|(_, name)| name.as_ref().is_some_and(|name| name.is_empty()));
+        empty
+            .map(|(key, _)| {
+                Problem::of(
+                    key,
+                    format!("the {key} is empty; write it, or leave it out"),
+                )
+            })
+            .collect()
     }
 }

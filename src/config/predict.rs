@@ -51,18 +51,29 @@ impl Default for ApproximateConfig {
 impl ApproximateConfig {
     /// The policy for workers without KV events, if they are predicted.
     pub fn without_events(&self) -> Option<Policy> {
-        let ttl = Ttl { ttl: self.ttl.get(), most_blocks_per_rank: self.most_blocks_per_rank };
+        let ttl = Ttl {
+            ttl: self.ttl.get(),
+            most_blocks_per_rank: self.most_blocks_per_rank,
+        };
         match self.policy {
             ApproximatePolicy::Off => None,
             ApproximatePolicy::Ttl => Some(Policy::Ttl(ttl)),
-            ApproximatePolicy::Lru => Some(Policy::Lru { default_blocks: self.default_blocks, fallback: ttl }),
+            ApproximatePolicy::Lru => Some(Policy::Lru {
+                default_blocks: self.default_blocks,
+                fallback: ttl,
+            }),
         }
     }
 
     /// The policy beside real KV events, if decisions stand in for them.
     pub fn beside_events(&self) -> Option<Policy> {
         let most_blocks_per_rank = self.most_blocks_per_rank;
-        self.predicted_ttl.map(|ttl| Policy::Ttl(Ttl { ttl: ttl.get(), most_blocks_per_rank }))
+        self.predicted_ttl.map(|ttl| {
+            Policy::Ttl(Ttl {
+                ttl: ttl.get(),
+                most_blocks_per_rank,
+            })
+        })
     }
 
     /// Mistakes of meaning.
@@ -81,11 +92,16 @@ impl ApproximateConfig {
             problems.push(Problem::of("default_blocks", text));
         }
         if self.default_blocks.is_some() && self.policy != ApproximatePolicy::Lru {
-            problems.push(Problem::of("default_blocks", "only `policy: lru` goes by the number of blocks"));
+            problems.push(Problem::of(
+                "default_blocks",
+                "only `policy: lru` goes by the number of blocks",
+            ));
         }
         if self.predicted_ttl.is_some_and(|ttl| ttl.get().is_zero()) {
-            problems
-                .push(Problem::of("predicted_ttl", "blocks would leave as they come; leave it out to go by events"));
+            problems.push(Problem::of(
+                "predicted_ttl",
+                "blocks would leave as they come; leave it out to go by events",
+            ));
         }
         problems
     }
@@ -100,14 +116,20 @@ mod tests {
     use crate::settings::Document;
 
     fn read(text: &str) -> ApproximateConfig {
-        Document::parse(Path::new("test.yaml"), text.as_bytes()).unwrap().read().unwrap()
+        Document::parse(Path::new("test.yaml"), text.as_bytes())
+            .unwrap()
+            .read()
+            .unwrap()
     }
 
     #[test]
     fn the_defaults_predict_for_two_minutes_and_only_where_there_are_no_events() {
         let config = read("{}");
         assert_eq!(config, ApproximateConfig::default());
-        let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1 << 20 };
+        let ttl = Ttl {
+            ttl: Duration::from_secs(120),
+            most_blocks_per_rank: 1 << 20,
+        };
         assert_eq!(config.without_events(), Some(Policy::Ttl(ttl)));
         assert_eq!(config.beside_events(), None);
         assert!(config.problems().is_empty());
@@ -115,10 +137,24 @@ mod tests {
 
     #[test]
     fn every_policy_can_be_written() {
-        let config = read("policy: lru\nttl: 30s\nmost_blocks_per_rank: 9\ndefault_blocks: 5\npredicted_ttl: 2s");
-        let fallback = Ttl { ttl: Duration::from_secs(30), most_blocks_per_rank: 9 };
-        assert_eq!(config.without_events(), Some(Policy::Lru { default_blocks: Some(5), fallback }));
-        let beside = Ttl { ttl: Duration::from_secs(2), ..fallback };
+        let config = read(
+            "policy: lru\nttl: 30s\nmost_blocks_per_rank: 9\ndefault_blocks: 5\npredicted_ttl: 2s",
+        );
+        let fallback = Ttl {
+            ttl: Duration::from_secs(30),
+            most_blocks_per_rank: 9,
+        };
+        assert_eq!(
+            config.without_events(),
+            Some(Policy::Lru {
+                default_blocks: Some(5),
+                fallback
+            })
+        );
+        let beside = Ttl {
+            ttl: Duration::from_secs(2),
+            ..fallback
+        };
         assert_eq!(config.beside_events(), Some(Policy::Ttl(beside)));
         assert_eq!(read("policy: off").without_events(), None);
         assert_eq!(read("predicted_ttl: null").beside_events(), None);
@@ -136,7 +172,10 @@ mod tests {
         for (text, key) in cases {
             let problems = read(text).problems();
             assert_eq!(problems.len(), 1, "{text}: {problems:?}");
-            assert!(format!("{:?}", problems[0].trail).contains(key), "{text}: {problems:?}");
+            assert!(
+                format!("{:?}", problems[0].trail).contains(key),
+                "{text}: {problems:?}"
+            );
         }
     }
 }

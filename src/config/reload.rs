@@ -48,7 +48,11 @@ impl Config {
             return Err(problems);
         }
         let (running, adopted, wanted) = (value(self), value(&config), value(wanted));
-        Ok(Adopted { changed: differences(&running, &adopted), needs_restart: differences(&adopted, &wanted), config })
+        Ok(Adopted {
+            changed: differences(&running, &adopted),
+            needs_restart: differences(&adopted, &wanted),
+            config,
+        })
     }
 
     /// Everything as JSON, for the pages.
@@ -77,8 +81,14 @@ fn compare(way: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
         (Value::Object(a), Value::Object(b)) => {
             let newcomers = b.keys().filter(|key| !a.contains_key(*key));
             for key in a.keys().chain(newcomers) {
-                let inner = if way.is_empty() { key.clone() } else { format!("{way}.{key}") };
-                let side = |side: &serde_json::Map<String, Value>| side.get(key).cloned().unwrap_or_default();
+                let inner = if way.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{way}.{key}")
+                };
+                let side = |side: &serde_json::Map<String, Value>| {
+                    side.get(key).cloned().unwrap_or_default()
+                };
                 compare(&inner, &side(a), &side(b), found);
             }
         }
@@ -91,10 +101,15 @@ fn compare(way: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
 mod tests {
     use super::*;
 
-    const BASE: &str = "models: [{name: m, block_size: 16}]\nworkers: [{id: 1, endpoint: '10.0.0.1:80'}]\n";
+    const BASE: &str =
+        "models: [{name: m, block_size: 16}]\nworkers: [{id: 1, endpoint: '10.0.0.1:80'}]\n";
 
     fn config(more: &str) -> Config {
-        Config::parse(std::path::Path::new("w.yaml"), format!("{BASE}{more}").as_bytes()).unwrap()
+        Config::parse(
+            std::path::Path::new("w.yaml"),
+            format!("{BASE}{more}").as_bytes(),
+        )
+        .unwrap()
     }
 
     #[test]
@@ -106,9 +121,21 @@ mod tests {
         let adopted = running.adopt(&config(more)).unwrap();
         assert_eq!(
             adopted.changed,
-            ["schedule.router_temperature", "drain.deadline", "response.why_header", "log.level"]
+            [
+                "schedule.router_temperature",
+                "drain.deadline",
+                "response.why_header",
+                "log.level"
+            ]
         );
-        let restart = ["listen.tcp", "admin.listen", "queue.deadline", "log.format", "pool", "sessions"];
+        let restart = [
+            "listen.tcp",
+            "admin.listen",
+            "queue.deadline",
+            "log.format",
+            "pool",
+            "sessions",
+        ];
         assert_eq!(adopted.needs_restart, restart);
         assert_eq!(adopted.config.listen, running.listen);
         assert_eq!(adopted.config.drain, config(more).drain);
@@ -117,7 +144,9 @@ mod tests {
     #[test]
     fn the_same_configuration_changes_nothing() {
         let running = config("");
-        let adopted = running.adopt(&config("# in other words\nschedule: {}\n")).unwrap();
+        let adopted = running
+            .adopt(&config("# in other words\nschedule: {}\n"))
+            .unwrap();
         assert_eq!((adopted.changed, adopted.needs_restart), (vec![], vec![]));
         assert_eq!(adopted.config, running);
     }
@@ -126,7 +155,9 @@ mod tests {
     fn what_does_not_fit_to_what_must_stay_is_refused() {
         let running = config("queue: {prefill_busy_threshold: 100}\n");
         // Right in itself, but the queue that runs has a threshold on what would no longer be counted.
-        let problems = running.adopt(&config("load: {prefill_tokens: false}\n")).unwrap_err();
+        let problems = running
+            .adopt(&config("load: {prefill_tokens: false}\n"))
+            .unwrap_err();
         assert!(problems[0].text.contains("never reached"), "{problems:?}");
     }
 }

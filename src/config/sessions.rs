@@ -48,7 +48,12 @@ pub enum Affinity {
 
 impl Default for SessionsConfig {
     fn default() -> Self {
-        let SessionRules { ttl, most_sessions, most_sessions_per_tenant, longest_id } = SessionRules::default();
+        let SessionRules {
+            ttl,
+            most_sessions,
+            most_sessions_per_tenant,
+            longest_id,
+        } = SessionRules::default();
         Self {
             affinity: Affinity::default(),
             ttl: Period(ttl),
@@ -79,13 +84,19 @@ impl SessionsConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let found = self.rules().validate().err();
-        let mut problems: Vec<_> =
-            found.map(|(name, text)| Problem::of(name, format!("`{name}` {text}"))).into_iter().collect();
+        let mut problems: Vec<_> = found
+            .map(|(name, text)| Problem::of(name, format!("`{name}` {text}")))
+            .into_iter()
+            .collect();
         if self.headers.is_empty() && self.body_field.is_none() {
             let text = "neither `headers` nor `body_field` says where the session id is; name at least one";
             problems.push(Problem::of("headers", text));
         }
-        if self.body_field.as_ref().is_some_and(|path| path.split('.').any(str::is_empty)) {
+        if self
+            .body_field
+            .as_ref()
+            .is_some_and(|path| path.split('.').any(str::is_empty))
+        {
             let text = "the path has an empty step; write it as `field` or `outer.field`";
             problems.push(Problem::of("body_field", text));
         }
@@ -94,13 +105,22 @@ impl SessionsConfig {
             ("parent_headers", &self.parent_headers),
             ("final_headers", &self.final_headers),
         ];
-        let headers =
-            lists.iter().flat_map(|(key, list)| list.iter().enumerate().map(move |(at, name)| (*key, at, name)));
+        let headers = lists.iter().flat_map(|(key, list)| {
+            list.iter()
+                .enumerate()
+                .map(move |(at, name)| (*key, at, name))
+        });
         for (key, at, name) in headers.filter(|(_, _, name)| !is_header_name(name)) {
-            let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
+            let text = format!(
+                "`{name}` cannot be the name of a header; write letters, digits and hyphens"
+            );
             problems.push(Problem::at([Step::from(key), at.into()], text));
         }
-        let engine = self.engine.as_ref().map(|engine| engine.problems(self.ttl)).unwrap_or_default();
+        let engine = self
+            .engine
+            .as_ref()
+            .map(|engine| engine.problems(self.ttl))
+            .unwrap_or_default();
         problems.extend(engine.into_iter().map(|problem| problem.within("engine")));
         problems
     }
@@ -123,12 +143,27 @@ mod tests {
             (r#"{"ttl": "367days"}"#, &["ttl".into()]),
             (r#"{"most_sessions": 0}"#, &["most_sessions".into()]),
             (r#"{"headers": []}"#, &["headers".into()]),
-            (r#"{"headers": ["x-a", "x b"]}"#, &["headers".into(), 1.into()]),
+            (
+                r#"{"headers": ["x-a", "x b"]}"#,
+                &["headers".into(), 1.into()],
+            ),
             (r#"{"body_field": "a..b"}"#, &["body_field".into()]),
-            (r#"{"final_headers": [""]}"#, &["final_headers".into(), 0.into()]),
-            (r#"{"engine": {"kind": "sglang", "capacity": 0}}"#, &["engine".into(), "capacity".into()]),
-            (r#"{"engine": {"kind": "sglang", "timeout": "0s"}}"#, &["engine".into(), "timeout".into()]),
-            (r#"{"engine": {"kind": "sglang", "idle": "9m"}}"#, &["engine".into(), "idle".into()]),
+            (
+                r#"{"final_headers": [""]}"#,
+                &["final_headers".into(), 0.into()],
+            ),
+            (
+                r#"{"engine": {"kind": "sglang", "capacity": 0}}"#,
+                &["engine".into(), "capacity".into()],
+            ),
+            (
+                r#"{"engine": {"kind": "sglang", "timeout": "0s"}}"#,
+                &["engine".into(), "timeout".into()],
+            ),
+            (
+                r#"{"engine": {"kind": "sglang", "idle": "9m"}}"#,
+                &["engine".into(), "idle".into()],
+            ),
         ];
         for (text, trail) in cases {
             let config: SessionsConfig = serde_json::from_str(text).unwrap();

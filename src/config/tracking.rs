@@ -44,7 +44,10 @@ impl TrackingHashConfig {
     /// Reads the key.
     pub fn load(&self) -> Result<TrackingHash, Problem> {
         if self.family == TrackingFamily::Public {
-            let given = [("key_file", self.key_file.is_some()), ("key_id", self.key_id.is_some())];
+            let given = [
+                ("key_file", self.key_file.is_some()),
+                ("key_id", self.key_id.is_some()),
+            ];
             return match given.into_iter().find(|(_, given)| *given) {
                 Some((name, _)) => {
                     let text = "public names need no key, so this has no effect; write `family: keyed-xxh3-v1`, or leave it out";
@@ -54,17 +57,35 @@ impl TrackingHashConfig {
             };
         }
         let Some(file) = &self.key_file else {
-            return Err(Problem::of("family", "this family needs a key; name its file as `key_file`"));
+            return Err(Problem::of(
+                "family",
+                "this family needs a key; name its file as `key_file`",
+            ));
         };
         let id = self.key_id.as_deref().filter(|id| !id.is_empty());
-        let id = id.ok_or_else(|| Problem::of("family", "this family needs a key; give its name as `key_id`"))?;
+        let id = id.ok_or_else(|| {
+            Problem::of(
+                "family",
+                "this family needs a key; give its name as `key_id`",
+            )
+        })?;
         if !file.is_file() {
             return Err(Problem::of("key_file", missing(file)));
         }
-        let unreadable = |error| Problem::of("key_file", format!("{} cannot be read: {error}", file.display()));
+        let unreadable = |error| {
+            Problem::of(
+                "key_file",
+                format!("{} cannot be read: {error}", file.display()),
+            )
+        };
         let bytes = std::fs::read(file).map_err(unreadable)?;
         let secret: [u8; Key::LEN] = bytes.try_into().map_err(|bytes: Vec<u8>| {
-            let text = format!("{} has {} bytes; a key has {}, raw", file.display(), bytes.len(), Key::LEN);
+            let text = format!(
+                "{} has {} bytes; a key has {}, raw",
+                file.display(),
+                bytes.len(),
+                Key::LEN
+            );
             Problem::of("key_file", text)
         })?;
         Ok(TrackingHash::Keyed(Key::new(id, secret)))
@@ -84,12 +105,22 @@ mod tests {
         };
         let keyed = |key_file, key_id: Option<&str>| {
             let key_id = key_id.map(str::to_owned);
-            let mut config = TrackingHashConfig { family: TrackingFamily::Keyed, key_file, key_id };
+            let mut config = TrackingHashConfig {
+                family: TrackingFamily::Keyed,
+                key_file,
+                key_id,
+            };
             config.resolve(folder.path());
             config.load()
         };
-        assert_eq!(TrackingHashConfig::default().load().unwrap(), TrackingHash::Public);
-        assert_eq!(keyed(file("good", 32), Some("k1")).unwrap(), TrackingHash::Keyed(Key::new("k1", [7; 32])));
+        assert_eq!(
+            TrackingHashConfig::default().load().unwrap(),
+            TrackingHash::Public
+        );
+        assert_eq!(
+            keyed(file("good", 32), Some("k1")).unwrap(),
+            TrackingHash::Keyed(Key::new("k1", [7; 32]))
+        );
         let cases = [
             (None, Some("k1"), "name its file"),
             (file("good", 32), None, "give its name"),
@@ -101,7 +132,10 @@ mod tests {
             let problem = keyed(file, id).unwrap_err();
             assert!(problem.text.contains(expected), "{}", problem.text);
         }
-        let public = TrackingHashConfig { key_id: Some("k1".into()), ..TrackingHashConfig::default() };
+        let public = TrackingHashConfig {
+            key_id: Some("k1".into()),
+            ..TrackingHashConfig::default()
+        };
         assert!(public.load().unwrap_err().text.contains("no effect"));
     }
 }

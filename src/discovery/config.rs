@@ -112,7 +112,10 @@ pub struct DataParallel {
 
 impl Default for DataParallel {
     fn default() -> Self {
-        Self { start: 0, size: NonZeroU32::MIN }
+        Self {
+            start: 0,
+            size: NonZeroU32::MIN,
+        }
     }
 }
 
@@ -161,7 +164,10 @@ pub struct DiscoveryConfig {
 
 impl Default for DiscoveryConfig {
     fn default() -> Self {
-        Self { poll: Period::seconds(5), debounce: Period::millis(100) }
+        Self {
+            poll: Period::seconds(5),
+            debounce: Period::millis(100),
+        }
     }
 }
 
@@ -170,6 +176,8 @@ impl DiscoveryConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.poll.get().is_zero();
         let text = "polling every 0s would never rest; the default is 5s";
-        zero.then(|| Problem::of("poll", text)).into_iter().collect()
+        zero.then(|| Problem::of("poll", text))
+            .into_iter()
+            .collect()
     }
 }

@@ -60,8 +60,13 @@ impl Answers {
             DnsRecord::Address => addresses_of(&name.name).to_vec(),
             DnsRecord::Srv => {
                 let service = Question::Service(name.name.clone());
-                let names: BTreeSet<String> = self.targets(&name.name).map(|(target, _)| target.clone()).collect();
-                std::iter::once(service).chain(names.iter().flat_map(|name| addresses_of(name))).collect()
+                let names: BTreeSet<String> = self
+                    .targets(&name.name)
+                    .map(|(target, _)| target.clone())
+                    .collect();
+                std::iter::once(service)
+                    .chain(names.iter().flat_map(|name| addresses_of(name)))
+                    .collect()
             }
         }
     }
@@ -78,7 +83,8 @@ impl Answers {
 
     /// Forgets what nobody asks any more.
     pub fn keep(&mut self, names: &[DnsConfig]) {
-        let asked: BTreeSet<Question> = names.iter().flat_map(|name| self.questions(name)).collect();
+        let asked: BTreeSet<Question> =
+            names.iter().flat_map(|name| self.questions(name)).collect();
         self.last.retain(|question, _| asked.contains(question));
     }
 
@@ -87,7 +93,9 @@ impl Answers {
         let mut found = BTreeMap::new();
         for name in names {
             for address in self.addresses(name) {
-                found.entry(address).or_insert_with(|| name.worker.worker(worker_id(address), address, None));
+                found
+                    .entry(address)
+                    .or_insert_with(|| name.worker.worker(worker_id(address), address, None));
             }
         }
         found.into_values().collect()
@@ -95,16 +103,24 @@ impl Answers {
 
     fn addresses(&self, name: &DnsConfig) -> BTreeSet<SocketAddr> {
         let at = |name: &str, port: NonZeroU16| {
-            let known = addresses_of(name).into_iter().filter_map(|question| match self.last.get(&question) {
-                Some(Answer::Addresses(addresses)) => Some(addresses.clone()),
-                _ => None,
+            let known = addresses_of(name).into_iter().filter_map(|question| {
+                match self.last.get(&question) {
+                    Some(Answer::Addresses(addresses)) => Some(addresses.clone()),
+                    _ => None,
+                }
             });
-            known.flatten().map(move |address| SocketAddr::new(address.to_canonical(), port.get())).collect::<Vec<_>>()
+            known
+                .flatten()
+                .map(move |address| SocketAddr::new(address.to_canonical(), port.get()))
+                .collect::<Vec<_>>()
         };
         match (name.record, name.port) {
             (DnsRecord::Address, Some(port)) => at(&name.name, port).into_iter().collect(),
             (DnsRecord::Address, None) => BTreeSet::new(),
-            (DnsRecord::Srv, _) => self.targets(&name.name).flat_map(|(target, port)| at(target, *port)).collect(),
+            (DnsRecord::Srv, _) => self
+                .targets(&name.name)
+                .flat_map(|(target, port)| at(target, *port))
+                .collect(),
         }
     }
 

@@ -54,16 +54,22 @@ pub struct Follower {
 impl Follower {
     /// Nothing read yet.
     pub fn new(path: PathBuf, models: Vec<ServedModel>) -> Self {
-        Self { path, models, in_use: None, errors: Vec::new() }
+        Self {
+            path,
+            models,
+            in_use: None,
+            errors: Vec::new(),
+        }
     }
 
     /// Takes the outcome of reading the file.
     pub fn take(&mut self, bytes: io::Result<Vec<u8>>) -> Reading {
         let parsed = match bytes {
             Ok(bytes) => super::parse(&self.path, &bytes, &self.models),
-            Err(error) => {
-                Err(vec![ConfigError::of_file(&self.path, format!("the workers file cannot be read: {error}"))])
-            }
+            Err(error) => Err(vec![ConfigError::of_file(
+                &self.path,
+                format!("the workers file cannot be read: {error}"),
+            )]),
         };
         match parsed {
             Ok(workers) => {
@@ -84,7 +90,11 @@ impl Follower {
 }
 
 /// Follows the file for ever and reports each new fleet, the first one as soon as it is read.
-pub async fn watch(file: WorkersFile, metrics: Arc<Metrics>, mut on_fleet: impl FnMut(Vec<Worker>)) -> Infallible {
+pub async fn watch(
+    file: WorkersFile,
+    metrics: Arc<Metrics>,
+    mut on_fleet: impl FnMut(Vec<Worker>),
+) -> Infallible {
     // Listening starts before the first reading, so that no change falls between the two.
     let watch = FileWatch::new(&file.path);
     let mut follower = Follower::new(file.path.clone(), file.models);
@@ -94,7 +104,9 @@ pub async fn watch(file: WorkersFile, metrics: Arc<Metrics>, mut on_fleet: impl 
         if let Reading::Applied(workers) = reading {
             on_fleet(workers);
         }
-        watch.changed(file.follow.poll.get(), file.follow.debounce.get()).await;
+        watch
+            .changed(file.follow.poll.get(), file.follow.debounce.get())
+            .await;
     }
 }
 
@@ -118,8 +130,13 @@ fn report(path: &Path, reading: &Reading, metrics: &Metrics) {
             "invalid"
         }
     };
-    metrics.workers_file_valid.set(i64::from(outcome != "invalid"));
-    metrics.workers_file_reloads.get_or_create(&OutcomeLabel { outcome }).inc();
+    metrics
+        .workers_file_valid
+        .set(i64::from(outcome != "invalid"));
+    metrics
+        .workers_file_reloads
+        .get_or_create(&OutcomeLabel { outcome })
+        .inc();
 }
 
 #[cfg(test)]

@@ -17,7 +17,12 @@ pub(super) struct Found {
 impl Found {
     /// Nothing yet.
     pub(super) fn new(by: &'static str, models: Vec<ServedModel>) -> Self {
-        Self { by, models, in_use: None, odd: Vec::new() }
+        Self {
+            by,
+            models,
+            in_use: None,
+            odd: Vec::new(),
+        }
     }
 
     /// The workers of another set, if they are others.

@@ -10,20 +10,29 @@ pub(super) fn problems(config: &WorkerConfig) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (key, names) in [("taints", &config.taints), ("adapters", &config.adapters)] {
         if names.contains("") {
-            problems.push(Problem::of(key, "one of the names is empty; write what it is called, or leave it out"));
+            problems.push(Problem::of(
+                key,
+                "one of the names is empty; write what it is called, or leave it out",
+            ));
         }
     }
     for (domain, value) in &config.topology {
         let mut refuse = |trail: [Step; 2], text: String| problems.push(Problem::at(trail, text));
         if domain.is_empty() {
-            refuse(["topology".into(), "".into()], "a domain has no name; write for example `zone: a`".to_owned());
+            refuse(
+                ["topology".into(), "".into()],
+                "a domain has no name; write for example `zone: a`".to_owned(),
+            );
         } else if domain.contains('=') {
-            let text = format!("the domain `{domain}` holds an `=`, which ends the name of a domain; leave it out");
+            let text = format!(
+                "the domain `{domain}` holds an `=`, which ends the name of a domain; leave it out"
+            );
             refuse(["topology".into(), domain.as_str().into()], text);
         }
         if value.is_empty() {
-            let text =
-                format!("the domain `{domain}` has no value; write where in it the worker stands, or leave it out");
+            let text = format!(
+                "the domain `{domain}` has no value; write where in it the worker stands, or leave it out"
+            );
             refuse(["topology".into(), domain.as_str().into()], text);
         }
     }
@@ -32,14 +41,24 @@ pub(super) fn problems(config: &WorkerConfig) -> Vec<Problem> {
 
 /// What the worker demands of the decode worker.
 pub(super) fn kv_transfer(config: &WorkerConfig) -> Result<Option<KvTransfer>, Problem> {
-    let Some(KvTransferConfig { domain, enforcement, weight }) = &config.kv_transfer else { return Ok(None) };
+    let Some(KvTransferConfig {
+        domain,
+        enforcement,
+        weight,
+    }) = &config.kv_transfer
+    else {
+        return Ok(None);
+    };
     let wrong = |key: &str, text: String| Err(Problem::of(key, text).within("kv_transfer"));
     if !config.topology.contains_key(domain) {
         let hint = match nearest(domain, config.topology.keys().map(String::as_str)) {
             Some(meant) => format!("did you mean `{meant}`?"),
             None => "say there where it stands".to_owned(),
         };
-        return wrong("domain", format!("the worker's `topology` has no domain of the name `{domain}`; {hint}"));
+        return wrong(
+            "domain",
+            format!("the worker's `topology` has no domain of the name `{domain}`; {hint}"),
+        );
     }
     let enforcement = match (enforcement, weight) {
         (EnforcementConfig::Required, None) => Enforcement::Required,
@@ -47,13 +66,24 @@ pub(super) fn kv_transfer(config: &WorkerConfig) -> Result<Option<KvTransfer>, P
             let text = "a weight says how much a place is preferred, but here it is required; keep one of the two";
             return wrong("weight", text.to_owned());
         }
-        (EnforcementConfig::Preferred, Some(weight)) if (0.0..=1.0).contains(weight) => Enforcement::Preferred(*weight),
+        (EnforcementConfig::Preferred, Some(weight)) if (0.0..=1.0).contains(weight) => {
+            Enforcement::Preferred(*weight)
+        }
         (EnforcementConfig::Preferred, Some(weight)) => {
-            return wrong("weight", format!("the weight is {weight}, but must be from 0 to 1"));
+            return wrong(
+                "weight",
+                format!("the weight is {weight}, but must be from 0 to 1"),
+            );
         }
         (EnforcementConfig::Preferred, None) => {
-            return wrong("enforcement", "`weight` is missing; say from 0 to 1 how much it is preferred".to_owned());
+            return wrong(
+                "enforcement",
+                "`weight` is missing; say from 0 to 1 how much it is preferred".to_owned(),
+            );
         }
     };
-    Ok(Some(KvTransfer { domain: domain.clone(), enforcement }))
+    Ok(Some(KvTransfer {
+        domain: domain.clone(),
+        enforcement,
+    }))
 }

@@ -9,7 +9,9 @@ use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, W
 use super::labels;
 use super::zmq::ZmqEndpoint;
 use crate::settings::{Problem, Step, nearest};
-use crate::worker::{Attach, Bootstrap, Capacity, DpRank, Endpoint, EventSource, Ranks, Role, Worker, WorkerId};
+use crate::worker::{
+    Attach, Bootstrap, Capacity, DpRank, Endpoint, EventSource, Ranks, Role, Worker, WorkerId,
+};
 
 /// The workers, or every mistake, each with its trail from the list.
 pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Worker>, Vec<Problem>> {
@@ -25,12 +27,19 @@ pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Work
         problems = shared_sources(list, &workers);
         problems.extend(shared_meetings(list, &workers, models));
     }
-    if problems.is_empty() { Ok(workers) } else { Err(problems) }
+    if problems.is_empty() {
+        Ok(workers)
+    } else {
+        Err(problems)
+    }
 }
 
 /// The workers of those entries that have no mistake, and the mistakes of the others. For entries that nobody wrote: one that is
 /// wrong is no reason to do without the rest.
-pub fn resolve_each(mut list: Vec<WorkerConfig>, models: &[ServedModel]) -> (Vec<Worker>, Vec<String>) {
+pub fn resolve_each(
+    mut list: Vec<WorkerConfig>,
+    models: &[ServedModel],
+) -> (Vec<Worker>, Vec<String>) {
     let mut mistakes = Vec::new();
     remove_replaced(&mut list);
     loop {
@@ -56,14 +65,19 @@ pub fn resolve_each(mut list: Vec<WorkerConfig>, models: &[ServedModel]) -> (Vec
 /// Removes draining workers whose address another worker has taken. Kubernetes gives an address to a new pod while the old one is
 /// still listed.
 fn remove_replaced(list: &mut Vec<WorkerConfig>) {
-    let in_use: HashSet<Endpoint> =
-        list.iter().filter(|worker| !worker.draining).map(|worker| worker.endpoint).collect();
+    let in_use: HashSet<Endpoint> = list
+        .iter()
+        .filter(|worker| !worker.draining)
+        .map(|worker| worker.endpoint)
+        .collect();
     list.retain(|worker| !worker.draining || !in_use.contains(&worker.endpoint));
 }
 
 impl WorkerConfig {
     fn title(&self) -> String {
-        self.name.clone().unwrap_or_else(|| format!("the worker at {}", self.endpoint))
+        self.name
+            .clone()
+            .unwrap_or_else(|| format!("the worker at {}", self.endpoint))
     }
 
     /// Writes down what is left out and follows from the models.
@@ -71,20 +85,28 @@ impl WorkerConfig {
         if let (None, [only]) = (&self.model, models) {
             self.model = Some(only.name.clone());
         }
-        let model = models.iter().find(|model| Some(&model.name) == self.model.as_ref());
+        let model = models
+            .iter()
+            .find(|model| Some(&model.name) == self.model.as_ref());
         self.block_size = self.block_size.or(model.map(|model| model.block_size));
     }
 }
 
 fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<Problem>> {
     let mut problems = Vec::new();
-    let mut keep = |result: Result<_, Problem>| result.map_err(|problem| problems.push(problem)).ok();
+    let mut keep =
+        |result: Result<_, Problem>| result.map_err(|problem| problems.push(problem)).ok();
     let model = keep(model(config, models));
     if config.endpoint.0.port() == 0 || config.endpoint.0.ip().is_unspecified() {
-        let text = format!("Envoy cannot send to {}; write the worker's own address and port", config.endpoint);
+        let text = format!(
+            "Envoy cannot send to {}; write the worker's own address and port",
+            config.endpoint
+        );
         problems.push(Problem::of("endpoint", text));
     }
-    let ranks = ranks(config.data_parallel).map_err(|problem| problems.push(problem)).ok();
+    let ranks = ranks(config.data_parallel)
+        .map_err(|problem| problems.push(problem))
+        .ok();
     let sources = match (&config.kv_events, ranks) {
         (Some(events), Some(ranks)) => event_sources(events, ranks),
         _ => Ok(Vec::new()),
@@ -96,7 +118,9 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
             Vec::new()
         }
     };
-    let kv_transfer = labels::kv_transfer(config).map_err(|problem| problems.push(problem)).unwrap_or_default();
+    let kv_transfer = labels::kv_transfer(config)
+        .map_err(|problem| problems.push(problem))
+        .unwrap_or_default();
     problems.extend(labels::problems(config));
     match (model, ranks) {
         (Some(model), Some(ranks)) if problems.is_empty() => Ok(Worker {
@@ -115,7 +139,10 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
             adapters: config.adapters.clone(),
             topology: config.topology.clone(),
             kv_transfer,
-            bootstrap: config.bootstrap.clone().map(|BootstrapConfig { host, port }| Bootstrap { host, port }),
+            bootstrap: config
+                .bootstrap
+                .clone()
+                .map(|BootstrapConfig { host, port }| Bootstrap { host, port }),
             event_sources,
             draining: config.draining,
         }),
@@ -129,15 +156,24 @@ fn model<'m>(config: &WorkerConfig, models: &'m [ServedModel]) -> Result<&'m Ser
         (None, [only]) => only,
         (None, _) => {
             let all = names().collect::<Vec<_>>().join(", ");
-            return Err(Problem::at([], format!("`model` is missing; with several models it must be one of {all}")));
+            return Err(Problem::at(
+                [],
+                format!("`model` is missing; with several models it must be one of {all}"),
+            ));
         }
-        (Some(name), _) => models.iter().find(|model| model.name == *name).ok_or_else(|| {
-            let hint = match nearest(name.as_str(), names()) {
-                Some(meant) => format!("did you mean `{meant}`?"),
-                None => format!("known are {}", names().collect::<Vec<_>>().join(", ")),
-            };
-            Problem::of("model", format!("no model of the name `{name}` is configured under `models`; {hint}"))
-        })?,
+        (Some(name), _) => models
+            .iter()
+            .find(|model| model.name == *name)
+            .ok_or_else(|| {
+                let hint = match nearest(name.as_str(), names()) {
+                    Some(meant) => format!("did you mean `{meant}`?"),
+                    None => format!("known are {}", names().collect::<Vec<_>>().join(", ")),
+                };
+                Problem::of(
+                    "model",
+                    format!("no model of the name `{name}` is configured under `models`; {hint}"),
+                )
+            })?,
     };
     match config.block_size {
         Some(size) if size != model.block_size => {
@@ -155,7 +191,10 @@ fn model<'m>(config: &WorkerConfig, models: &'m [ServedModel]) -> Result<&'m Ser
 fn ranks(data_parallel: DataParallel) -> Result<Ranks, Problem> {
     let DataParallel { start, size } = data_parallel;
     let fits = size.get() <= Ranks::MOST && start.checked_add(size.get()).is_some();
-    let text = format!("{size} ranks from {start} are more than an engine has; at most {} are taken", Ranks::MOST);
+    let text = format!(
+        "{size} ranks from {start} are more than an engine has; at most {} are taken",
+        Ranks::MOST
+    );
     let wrong = || Problem::at(["data_parallel".into(), "size".into()], text);
     fits.then_some(Ranks { start, size }).ok_or_else(wrong)
 }
@@ -164,8 +203,7 @@ fn event_sources(events: &KvEventsConfig, ranks: Ranks) -> Result<Vec<EventSourc
     let sources = match (&events.endpoint, &events.ranks[..]) {
         (Some(endpoint), []) => counted(events, endpoint, ranks)?,
         (None, []) => {
-            let text =
-                "neither `endpoint` nor `ranks` is given; say where the engine publishes, or leave out `kv_events`";
+            let text = "neither `endpoint` nor `ranks` is given; say where the engine publishes, or leave out `kv_events`";
             return Err(vec![Problem::at([], text)]);
         }
         (Some(_), _) => {
@@ -173,16 +211,26 @@ fn event_sources(events: &KvEventsConfig, ranks: Ranks) -> Result<Vec<EventSourc
             return Err(vec![Problem::of("endpoint", text)]);
         }
         (None, list) if list.len() != ranks.size.get() as usize => {
-            let text =
-                format!("there are {} data-parallel ranks but {} sources; give one per rank", ranks.size, list.len());
+            let text = format!(
+                "there are {} data-parallel ranks but {} sources; give one per rank",
+                ranks.size,
+                list.len()
+            );
             return Err(vec![Problem::of("ranks", text)]);
         }
         (None, list) => list.to_vec(),
     };
     let listed = !events.ranks.is_empty();
-    let mut problems = attachments(events.attach, if listed { &sources } else { &sources[..1] }, listed);
+    let mut problems = attachments(
+        events.attach,
+        if listed { &sources } else { &sources[..1] },
+        listed,
+    );
     if listed && events.replay.is_some() {
-        problems.push(Problem::of("replay", "`replay` belongs into each entry of `ranks` where `ranks` is given"));
+        problems.push(Problem::of(
+            "replay",
+            "`replay` belongs into each entry of `ranks` where `ranks` is given",
+        ));
     }
     if !problems.is_empty() {
         return Err(problems);
@@ -200,19 +248,36 @@ fn event_sources(events: &KvEventsConfig, ranks: Ranks) -> Result<Vec<EventSourc
 }
 
 /// One source per rank by vLLM's rule, port + rank.
-fn counted(events: &KvEventsConfig, first: &ZmqEndpoint, ranks: Ranks) -> Result<Vec<RankSource>, Vec<Problem>> {
+fn counted(
+    events: &KvEventsConfig,
+    first: &ZmqEndpoint,
+    ranks: Ranks,
+) -> Result<Vec<RankSource>, Vec<Problem>> {
     let of_rank = |key: &str, endpoint: &ZmqEndpoint, DpRank(rank): DpRank| {
         endpoint.of_rank(rank).ok_or_else(|| {
             let why = match endpoint {
-                ZmqEndpoint::Tcp { port, .. } => format!("rank {rank} would use port {port} + {rank}, beyond 65535"),
-                ZmqEndpoint::Ipc { .. } => format!("rank {rank} has no port to count on to in {endpoint}"),
+                ZmqEndpoint::Tcp { port, .. } => {
+                    format!("rank {rank} would use port {port} + {rank}, beyond 65535")
+                }
+                ZmqEndpoint::Ipc { .. } => {
+                    format!("rank {rank} has no port to count on to in {endpoint}")
+                }
             };
-            vec![Problem::of(key, format!("{why}; list the endpoint of each rank under `ranks`"))]
+            vec![Problem::of(
+                key,
+                format!("{why}; list the endpoint of each rank under `ranks`"),
+            )]
         })
     };
     let source = |rank| {
-        let replay = events.replay.as_ref().map(|replay| of_rank("replay", replay, rank));
-        Ok(RankSource { endpoint: of_rank("endpoint", first, rank)?, replay: replay.transpose()? })
+        let replay = events
+            .replay
+            .as_ref()
+            .map(|replay| of_rank("replay", replay, rank));
+        Ok(RankSource {
+            endpoint: of_rank("endpoint", first, rank)?,
+            replay: replay.transpose()?,
+        })
     };
     ranks.iter().map(source).collect()
 }
@@ -222,7 +287,10 @@ fn attachments(attach: Attach, sources: &[RankSource], listed: bool) -> Vec<Prob
     for (at, source) in sources.iter().enumerate() {
         let mut refuse = |key: &str, text: String| {
             let outer = listed.then(|| ["ranks".into(), Step::At(at)]);
-            problems.push(Problem::at(outer.into_iter().flatten().chain([key.into()]), text));
+            problems.push(Problem::at(
+                outer.into_iter().flatten().chain([key.into()]),
+                text,
+            ));
         };
         if attach == Attach::Connect && source.endpoint.is_wildcard() {
             let text = format!(
@@ -252,7 +320,10 @@ fn attachments(attach: Attach, sources: &[RankSource], listed: bool) -> Vec<Prob
 
 fn duplicates(list: &[WorkerConfig]) -> Vec<Problem> {
     let mut problems = repeated(list.iter().map(|worker| worker.id), "id", |id, first| {
-        format!("the id {id} is taken by the worker number {} of the list; ids must differ", first + 1)
+        format!(
+            "the id {id} is taken by the worker number {} of the list; ids must differ",
+            first + 1
+        )
     });
     problems.extend(repeated(list.iter().map(|worker| worker.endpoint), "endpoint", |endpoint, first| {
         let owner = list[first].id;
@@ -278,8 +349,16 @@ fn repeated<T: Eq + Hash + Copy>(
 }
 
 /// Who is to be met where somebody else is met as well meets nobody: the decode worker finds the other one.
-fn shared_meetings(list: &[WorkerConfig], workers: &[Worker], models: &[ServedModel]) -> Vec<Problem> {
-    let meets = |worker: &Worker| models.iter().any(|model| model.meets && model.name == worker.model);
+fn shared_meetings(
+    list: &[WorkerConfig],
+    workers: &[Worker],
+    models: &[ServedModel],
+) -> Vec<Problem> {
+    let meets = |worker: &Worker| {
+        models
+            .iter()
+            .any(|model| model.meets && model.name == worker.model)
+    };
     let mut owners: HashMap<(String, u16), WorkerId> = HashMap::new();
     let mut problems = Vec::new();
     for (at, worker) in workers.iter().enumerate() {
@@ -297,7 +376,11 @@ fn shared_meetings(list: &[WorkerConfig], workers: &[Worker], models: &[ServedMo
              each engine a `--disaggregation-bootstrap-port` of its own, and write it as `bootstrap: {{port: ..}}`",
             worker.id
         );
-        let key = if list[at].bootstrap.is_some() { "bootstrap" } else { "endpoint" };
+        let key = if list[at].bootstrap.is_some() {
+            "bootstrap"
+        } else {
+            "endpoint"
+        };
         problems.push(Problem::at([at.into(), key.into()], text));
     }
     problems
@@ -307,7 +390,9 @@ fn shared_meetings(list: &[WorkerConfig], workers: &[Worker], models: &[ServedMo
 /// told each other's past.
 fn shared_sources(list: &[WorkerConfig], workers: &[Worker]) -> Vec<Problem> {
     let mut problems = shared(list, workers, "endpoint", |source| Some(&source.endpoint));
-    problems.extend(shared(list, workers, "replay", |source| source.replay.as_deref()));
+    problems.extend(shared(list, workers, "replay", |source| {
+        source.replay.as_deref()
+    }));
     problems
 }
 
@@ -322,15 +407,27 @@ fn shared(
     for (at, worker) in workers.iter().enumerate() {
         for (nth, (rank, source)) in worker.ranks.iter().zip(&worker.event_sources).enumerate() {
             let owner = format!("{}/{rank}", worker.id);
-            let Some(endpoint) = endpoint(source) else { continue };
+            let Some(endpoint) = endpoint(source) else {
+                continue;
+            };
             if let Some(taken) = owners.get(endpoint) {
                 let text = format!(
                     "rank {owner} would use {endpoint}, which is the source of {taken} already; each rank needs its own"
                 );
-                let listed = list[at].kv_events.as_ref().is_some_and(|events| !events.ranks.is_empty());
-                let inner = if listed { vec!["ranks".into(), nth.into()] } else { Vec::new() };
+                let listed = list[at]
+                    .kv_events
+                    .as_ref()
+                    .is_some_and(|events| !events.ranks.is_empty());
+                let inner = if listed {
+                    vec!["ranks".into(), nth.into()]
+                } else {
+                    Vec::new()
+                };
                 let outer: [Step; 2] = [at.into(), "kv_events".into()];
-                problems.push(Problem::at(outer.into_iter().chain(inner).chain([key.into()]), text));
+                problems.push(Problem::at(
+                    outer.into_iter().chain(inner).chain([key.into()]),
+                    text,
+                ));
                 break;
             }
             owners.insert(endpoint, owner);

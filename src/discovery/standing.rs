@@ -21,7 +21,11 @@ impl Standing {
     pub fn new(source: String, metrics: &Arc<Metrics>) -> Self {
         let label = SourceLabel { source };
         metrics.discovery_up.get_or_create(&label).set(0);
-        Self { label, wrong: None, metrics: metrics.clone() }
+        Self {
+            label,
+            wrong: None,
+            metrics: metrics.clone(),
+        }
     }
 
     /// It said what can be used.
@@ -30,21 +34,32 @@ impl Standing {
             info!(source = self.label.source, "workers can be found again");
         }
         self.metrics.discovery_up.get_or_create(&self.label).set(1);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.metrics.discovery_success_timestamp_seconds.get_or_create(&self.label).set(now.as_secs_f64());
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        self.metrics
+            .discovery_success_timestamp_seconds
+            .get_or_create(&self.label)
+            .set(now.as_secs_f64());
     }
 
     /// It failed for this reason. Its workers stay in use.
     pub fn bad(&mut self, reason: &str) {
         if self.fail(reason) {
-            warn!(source = self.label.source, reason, "workers cannot be found; the fleet in use is kept");
+            warn!(
+                source = self.label.source,
+                reason, "workers cannot be found; the fleet in use is kept"
+            );
         }
     }
 
     /// It has no workers any more, for this reason.
     pub fn removed(&mut self, reason: &str) {
         if self.fail(reason) {
-            warn!(source = self.label.source, reason, "source selects no workers; its workers are removed");
+            warn!(
+                source = self.label.source,
+                reason, "source selects no workers; its workers are removed"
+            );
         }
     }
 
@@ -62,6 +77,8 @@ impl Standing {
 impl Drop for Standing {
     fn drop(&mut self) {
         self.metrics.discovery_up.remove(&self.label);
-        self.metrics.discovery_success_timestamp_seconds.remove(&self.label);
+        self.metrics
+            .discovery_success_timestamp_seconds
+            .remove(&self.label);
     }
 }

@@ -7,7 +7,9 @@ use std::num::{NonZeroU16, NonZeroU32};
 
 use serde::{Deserialize, Serialize};
 
-use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, KvTransferConfig, WorkerConfig};
+use super::config::{
+    BootstrapConfig, DataParallel, KvEventsConfig, KvTransferConfig, WorkerConfig,
+};
 use super::zmq::ZmqEndpoint;
 use crate::worker::{Attach, BlockSize, Endpoint, ModelName, Role, WorkerId};
 
@@ -58,7 +60,10 @@ pub struct EventPorts {
 impl TemplateConfig {
     /// The worker at an address. Where each rank has an address of its own, `rank` is this one's.
     pub fn worker(&self, id: WorkerId, address: SocketAddr, rank: Option<u32>) -> WorkerConfig {
-        let tcp = |port: NonZeroU16| ZmqEndpoint::Tcp { host: address.ip().to_string(), port: port.get() };
+        let tcp = |port: NonZeroU16| ZmqEndpoint::Tcp {
+            host: address.ip().to_string(),
+            port: port.get(),
+        };
         let kv_events = self.kv_events.as_ref().map(|events| KvEventsConfig {
             endpoint: Some(tcp(events.port)),
             topic: events.topic.clone(),
@@ -74,7 +79,10 @@ impl TemplateConfig {
             model: self.model.clone(),
             role: self.role,
             block_size: self.block_size,
-            data_parallel: DataParallel { start: rank.unwrap_or_default(), size: size.unwrap_or(NonZeroU32::MIN) },
+            data_parallel: DataParallel {
+                start: rank.unwrap_or_default(),
+                size: size.unwrap_or(NonZeroU32::MIN),
+            },
             kv_events,
             max_num_batched_tokens: self.max_num_batched_tokens,
             total_kv_blocks: self.total_kv_blocks,
@@ -82,7 +90,9 @@ impl TemplateConfig {
             adapters: self.adapters.clone(),
             topology: self.topology.clone(),
             kv_transfer: self.kv_transfer.clone(),
-            bootstrap: self.bootstrap_port.map(|port| BootstrapConfig { host: None, port }),
+            bootstrap: self
+                .bootstrap_port
+                .map(|port| BootstrapConfig { host: None, port }),
             draining: false,
         }
     }

@@ -7,7 +7,11 @@ use super::*;
 use crate::worker::{Enforcement, Worker};
 
 fn workers(text: &str) -> Result<Vec<Worker>, Vec<ConfigError>> {
-    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
+    let model = ServedModel {
+        name: "m".into(),
+        block_size: BlockSize::new(16).unwrap(),
+        meets: false,
+    };
     parse(Path::new("w"), text.as_bytes(), &[model])
 }
 
@@ -15,13 +19,19 @@ fn workers(text: &str) -> Result<Vec<Worker>, Vec<ConfigError>> {
 fn a_worker_without_events_has_no_sources_and_takes_the_models_block_size() {
     let workers = workers("- {id: 1, endpoint: 10.0.0.1:80, data_parallel: {size: 3}}").unwrap();
     assert!(workers[0].event_sources.is_empty());
-    assert_eq!((workers[0].ranks.size.get(), workers[0].block_size.tokens()), (3, 16));
+    assert_eq!(
+        (workers[0].ranks.size.get(), workers[0].block_size.tokens()),
+        (3, 16)
+    );
 }
 
 #[test]
 fn the_last_port_can_be_used() {
     let list = "- {id: 1, endpoint: 10.0.0.1:80, data_parallel: {size: 2}, kv_events: {endpoint: 'tcp://h:65534'}}";
-    assert_eq!(workers(list).unwrap()[0].event_sources[1].endpoint, "tcp://h:65535");
+    assert_eq!(
+        workers(list).unwrap()[0].event_sources[1].endpoint,
+        "tcp://h:65535"
+    );
 }
 
 #[test]
@@ -29,13 +39,19 @@ fn an_endpoint_prints_what_it_read_and_binds_to_an_address() {
     for (text, bound) in [
         ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557"),
         ("tcp://[fd00::1]:1", "tcp://[fd00::1]:1"),
-        ("tcp://engine-0.engines:65535", "tcp://engine-0.engines:65535"),
+        (
+            "tcp://engine-0.engines:65535",
+            "tcp://engine-0.engines:65535",
+        ),
         ("tcp://*:5557", "tcp://0.0.0.0:5557"),
         ("ipc:///run/a b.sock", "ipc:///run/a b.sock"),
         ("ipc://@abstract", "ipc://@abstract"),
     ] {
         let endpoint: ZmqEndpoint = text.parse().unwrap();
-        assert_eq!((endpoint.to_string().as_str(), endpoint.to_bind().as_str()), (text, bound));
+        assert_eq!(
+            (endpoint.to_string().as_str(), endpoint.to_bind().as_str()),
+            (text, bound)
+        );
     }
 }
 
@@ -49,7 +65,11 @@ fn only_addresses_that_mean_all_addresses_are_wildcards() {
         ("tcp://host:1", false),
         ("ipc://*", false),
     ] {
-        assert_eq!(text.parse::<ZmqEndpoint>().unwrap().is_wildcard(), wildcard, "{text}");
+        assert_eq!(
+            text.parse::<ZmqEndpoint>().unwrap().is_wildcard(),
+            wildcard,
+            "{text}"
+        );
     }
 }
 
@@ -60,12 +80,27 @@ fn adapters_place_and_what_is_demanded_of_the_place_are_read() {
                 - {id: 2, endpoint: 10.0.0.2:80, topology: {rack: r1}, \
                 kv_transfer: {domain: rack, enforcement: required}}";
     let workers = workers(list).unwrap();
-    let demanded = |at: usize| workers[at].kv_transfer.clone().map(|transfer| (transfer.domain, transfer.enforcement));
-    assert_eq!(demanded(0), Some(("rack".to_owned(), Enforcement::Preferred(0.5))));
-    assert_eq!(demanded(1), Some(("rack".to_owned(), Enforcement::Required)));
+    let demanded = |at: usize| {
+        workers[at]
+            .kv_transfer
+            .clone()
+            .map(|transfer| (transfer.domain, transfer.enforcement))
+    };
+    assert_eq!(
+        demanded(0),
+        Some(("rack".to_owned(), Enforcement::Preferred(0.5)))
+    );
+    assert_eq!(
+        demanded(1),
+        Some(("rack".to_owned(), Enforcement::Required))
+    );
     assert!(workers[0].adapters.contains("a"));
-    let carried = ["dynamo.topology/rack=r1", "dynamo.topology/zone=z"].map(|taint| workers[1].carries(taint));
-    assert_eq!((carried, workers[0].carries("dynamo.topology/zone=z")), ([true, false], true));
+    let carried = ["dynamo.topology/rack=r1", "dynamo.topology/zone=z"]
+        .map(|taint| workers[1].carries(taint));
+    assert_eq!(
+        (carried, workers[0].carries("dynamo.topology/zone=z")),
+        ([true, false], true)
+    );
 }
 
 #[test]
@@ -76,11 +111,31 @@ fn names_and_demands_that_nobody_could_meet_are_refused() {
         ("topology: {'': a}", 49, "a domain has no name"),
         ("topology: {a=b: c}", 50, "holds an `=`"),
         ("topology: {zone: ''}", 51, "has no value"),
-        ("kv_transfer: {domain: zone, enforcement: required}", 56, "no domain of the name `zone`; say there"),
-        ("topology: {zone: a}, kv_transfer: {domain: zoen, enforcement: required}", 77, "did you mean `zone`?"),
-        ("topology: {z: a}, kv_transfer: {domain: z, enforcement: required, weight: 1}", 108, "keep one of the two"),
-        ("topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred, weight: 1.5}", 109, "from 0 to 1"),
-        ("topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred}", 90, "`weight` is missing"),
+        (
+            "kv_transfer: {domain: zone, enforcement: required}",
+            56,
+            "no domain of the name `zone`; say there",
+        ),
+        (
+            "topology: {zone: a}, kv_transfer: {domain: zoen, enforcement: required}",
+            77,
+            "did you mean `zone`?",
+        ),
+        (
+            "topology: {z: a}, kv_transfer: {domain: z, enforcement: required, weight: 1}",
+            108,
+            "keep one of the two",
+        ),
+        (
+            "topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred, weight: 1.5}",
+            109,
+            "from 0 to 1",
+        ),
+        (
+            "topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred}",
+            90,
+            "`weight` is missing",
+        ),
     ] {
         let found = workers(&format!("- {{id: 1, endpoint: 10.0.0.1:80, {keys}}}")).unwrap_err();
         assert_eq!(found.len(), 1, "{keys}: {found:?}");
@@ -115,14 +170,21 @@ proptest! {
 
 #[test]
 fn new_worker_takes_over_address_of_draining_one() {
-    let served = [ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false }];
+    let served = [ServedModel {
+        name: "m".into(),
+        block_size: BlockSize::new(16).unwrap(),
+        meets: false,
+    }];
     let list = |first: bool, second: bool| -> Vec<config::WorkerConfig> {
         let worker = |id: u64, draining: bool| serde_json::json!({"id": id, "model": "m", "endpoint": "10.0.0.1:8000", "draining": draining});
         serde_json::from_value(serde_json::json!([worker(1, first), worker(2, second)])).unwrap()
     };
     for (first, second, expected) in [(true, false, 2), (false, true, 1)] {
         let (workers, mistakes) = resolve_each(list(first, second), &served);
-        assert_eq!(workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>(), [expected]);
+        assert_eq!(
+            workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>(),
+            [expected]
+        );
         assert_eq!(mistakes, Vec::<String>::new());
     }
     // Two workers that accept requests cannot have one address.

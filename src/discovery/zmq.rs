@@ -29,7 +29,9 @@ impl ZmqEndpoint {
     /// Whether the host stands for all addresses of a machine, which only the side that binds can use.
     pub fn is_wildcard(&self) -> bool {
         match self {
-            Self::Tcp { host, .. } => host == "*" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()),
+            Self::Tcp { host, .. } => {
+                host == "*" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
+            }
             Self::Ipc { .. } => false,
         }
     }
@@ -39,7 +41,10 @@ impl ZmqEndpoint {
         match self {
             Self::Tcp { host, port } => {
                 let port = port.checked_add(u16::try_from(rank).ok()?)?;
-                Some(Self::Tcp { host: host.clone(), port })
+                Some(Self::Tcp {
+                    host: host.clone(),
+                    port,
+                })
             }
             Self::Ipc { .. } => (rank == 0).then(|| self.clone()),
         }
@@ -68,12 +73,17 @@ impl FromStr for ZmqEndpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let mend =
-            |what: &str| format!("`{text}` {what}; write for example tcp://127.0.0.1:5557 or ipc:///run/engine.sock");
+        let mend = |what: &str| {
+            format!(
+                "`{text}` {what}; write for example tcp://127.0.0.1:5557 or ipc:///run/engine.sock"
+            )
+        };
         match text.split_once("://") {
             Some(("tcp", address)) => tcp(address).map_err(mend),
             Some(("ipc", "")) => Err(mend("names no path")),
-            Some(("ipc", path)) => Ok(Self::Ipc { path: path.to_owned() }),
+            Some(("ipc", path)) => Ok(Self::Ipc {
+                path: path.to_owned(),
+            }),
             Some(("inproc", _)) => Err(mend("can only be reached inside the engine's own process")),
             Some(_) => Err(mend("has a transport other than tcp and ipc")),
             None => Err(mend("is not a ZMQ endpoint")),
@@ -83,7 +93,11 @@ impl FromStr for ZmqEndpoint {
 
 fn tcp(address: &str) -> Result<ZmqEndpoint, &'static str> {
     let (host, port) = address.rsplit_once(':').ok_or("has no port")?;
-    let port = port.parse::<u16>().ok().filter(|_| !port.starts_with('+')).ok_or("has no valid port")?;
+    let port = port
+        .parse::<u16>()
+        .ok()
+        .filter(|_| !port.starts_with('+'))
+        .ok_or("has no valid port")?;
     let host = match host.strip_prefix('[').map(|rest| rest.strip_suffix(']')) {
         Some(bracketed) => {
             let address = bracketed.filter(|host| host.parse::<Ipv6Addr>().is_ok());
@@ -99,7 +113,10 @@ fn tcp(address: &str) -> Result<ZmqEndpoint, &'static str> {
     if port == 0 {
         return Err("has port 0, which nobody could find");
     }
-    Ok(ZmqEndpoint::Tcp { host: host.to_owned(), port })
+    Ok(ZmqEndpoint::Tcp {
+        host: host.to_owned(),
+        port,
+    })
 }
 
 impl Serialize for ZmqEndpoint {

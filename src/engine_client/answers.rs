@@ -100,7 +100,8 @@ impl<'de> Deserialize<'de> for Renderings {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, one: A) -> Result<Renderings, A::Error> {
-                Rendering::deserialize(MapAccessDeserializer::new(one)).map(|one| Renderings(vec![one]))
+                Rendering::deserialize(MapAccessDeserializer::new(one))
+                    .map(|one| Renderings(vec![one]))
             }
         }
 
@@ -137,12 +138,17 @@ impl Renderings {
 
 impl Rendering {
     fn read(self) -> Result<Rendered, EngineError> {
-        let objects =
-            self.features.map_or_else(|| Ok(Vec::new()), |features| features.objects(self.token_ids.len()))?;
+        let objects = self.features.map_or_else(
+            || Ok(Vec::new()),
+            |features| features.objects(self.token_ids.len()),
+        )?;
         if self.token_ids.is_empty() {
             return Err(EngineError::Unreadable("a prompt without tokens"));
         }
-        Ok(Rendered { token_ids: self.token_ids, objects })
+        Ok(Rendered {
+            token_ids: self.token_ids,
+            objects,
+        })
     }
 }
 
@@ -157,12 +163,23 @@ impl Features {
             }
             for (hash, Placeholder { offset, length }) in hashes.into_iter().zip(places) {
                 if offset.checked_add(length).is_none_or(|end| end > tokens) {
-                    return Err(EngineError::Unreadable("an object behind the end of its prompt"));
+                    return Err(EngineError::Unreadable(
+                        "an object behind the end of its prompt",
+                    ));
                 }
-                objects.push(RenderedObject { modality: modality.clone(), hash, offset, length });
+                objects.push(RenderedObject {
+                    modality: modality.clone(),
+                    hash,
+                    offset,
+                    length,
+                });
             }
         }
-        if self.mm_placeholders.values().any(|places| !places.is_empty()) {
+        if self
+            .mm_placeholders
+            .values()
+            .any(|places| !places.is_empty())
+        {
             return Err(EngineError::Unreadable("not as many objects as places"));
         }
         objects.sort_by_key(|object| object.offset);
@@ -192,17 +209,25 @@ struct Events {
 impl EventSources {
     pub(super) fn read(self) -> Result<Vec<EventsOfRank>, EngineError> {
         let one = |(rank, events): (String, Events)| {
-            let rank = rank.parse().map_err(|_| EngineError::Unreadable("a rank that is no number"))?;
+            let rank = rank
+                .parse()
+                .map_err(|_| EngineError::Unreadable("a rank that is no number"))?;
             let silent = events.publisher.as_deref() == Some("null");
             Ok(EventsOfRank {
                 rank,
                 enabled: events.enable_kv_cache_events && !silent,
                 endpoint: events.endpoint,
-                replay_endpoint: events.replay_endpoint.filter(|endpoint| !endpoint.is_empty()),
+                replay_endpoint: events
+                    .replay_endpoint
+                    .filter(|endpoint| !endpoint.is_empty()),
                 topic: events.topic,
             })
         };
-        let mut ranks: Vec<_> = self.0.into_iter().map(one).collect::<Result<_, EngineError>>()?;
+        let mut ranks: Vec<_> = self
+            .0
+            .into_iter()
+            .map(one)
+            .collect::<Result<_, EngineError>>()?;
         ranks.sort_by_key(|events| events.rank);
         Ok(ranks)
     }
@@ -211,6 +236,13 @@ impl EventSources {
 /// What an engine says with a refusal: OpenAI's shape, the older flat one, or FastAPI's.
 pub(super) fn message(text: &[u8]) -> Option<String> {
     let said: Value = serde_json::from_slice(text).ok()?;
-    let found = [&said["error"]["message"], &said["message"], &said["detail"], &said["error"]];
-    found.into_iter().find_map(|value| Some(value.as_str()?.to_owned()))
+    let found = [
+        &said["error"]["message"],
+        &said["message"],
+        &said["detail"],
+        &said["error"],
+    ];
+    found
+        .into_iter()
+        .find_map(|value| Some(value.as_str()?.to_owned()))
 }

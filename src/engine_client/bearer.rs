@@ -27,20 +27,27 @@ struct Held {
 
 impl std::fmt::Debug for Bearer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Bearer").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("Bearer")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }
 
 impl Bearer {
     pub(super) fn new(path: PathBuf) -> Self {
-        Self { path, held: Mutex::default() }
+        Self {
+            path,
+            held: Mutex::default(),
+        }
     }
 
     /// The header, if there is a usable token.
     pub(super) async fn header(&self) -> Option<HeaderValue> {
         let fresh = {
             let held = self.held.lock();
-            held.looked.is_some_and(|looked| looked.elapsed() < REST).then(|| held.value.clone())
+            held.looked
+                .is_some_and(|looked| looked.elapsed() < REST)
+                .then(|| held.value.clone())
         };
         match fresh {
             Some(value) => value,
@@ -70,7 +77,9 @@ impl Bearer {
                 return;
             }
         }
-        let read = tokio::fs::read(&self.path).await.map_err(|error| error.to_string());
+        let read = tokio::fs::read(&self.path)
+            .await
+            .map_err(|error| error.to_string());
         let value = read.and_then(|text| header(&text));
         let mut held = self.held.lock();
         match value {
@@ -94,7 +103,8 @@ fn header(text: &[u8]) -> Result<HeaderValue, String> {
     if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {
         return Err("it is not one line of letters, digits and signs".into());
     }
-    let mut value = HeaderValue::from_bytes(&[b"Bearer ", token].concat()).map_err(|error| error.to_string())?;
+    let mut value = HeaderValue::from_bytes(&[b"Bearer ", token].concat())
+        .map_err(|error| error.to_string())?;
     value.set_sensitive(true);
     Ok(value)
 }

@@ -42,8 +42,14 @@ impl EngineClient {
                 status => Err(refused(status, &beginning(response).await)),
             }
         };
-        let answer = tokio::time::timeout(deadline, answered).await.map_err(|_| EngineError::Timeout)??;
-        let number = |value: &Value| value.as_u64().and_then(|number| usize::try_from(number).ok());
+        let answer = tokio::time::timeout(deadline, answered)
+            .await
+            .map_err(|_| EngineError::Timeout)??;
+        let number = |value: &Value| {
+            value
+                .as_u64()
+                .and_then(|number| usize::try_from(number).ok())
+        };
         let usage = &answer["usage"];
         Ok(Usage {
             prompt_tokens: number(&usage["prompt_tokens"]),
@@ -54,7 +60,10 @@ impl EngineClient {
     /// The time by the engine's clock, to the second.
     pub async fn time(&self, engine: &EngineUrl) -> Option<SystemTime> {
         let asked = self.shared.client.get(engine.join("health"));
-        let response = tokio::time::timeout(self.shared.deadline, self.send(asked)).await.ok()?.ok()?;
+        let response = tokio::time::timeout(self.shared.deadline, self.send(asked))
+            .await
+            .ok()?
+            .ok()?;
         let date = response.headers().get(DATE)?.to_str().ok()?;
         Some(jiff::fmt::rfc2822::parse(date).ok()?.timestamp().into())
     }

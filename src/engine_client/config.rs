@@ -67,7 +67,10 @@ impl EnginesConfig {
 
     /// Makes file names begin at the folder of the configuration.
     pub fn resolve(&mut self, folder: &Path) {
-        for file in [&mut self.token_file, &mut self.ca_file].into_iter().flatten() {
+        for file in [&mut self.token_file, &mut self.ca_file]
+            .into_iter()
+            .flatten()
+        {
             *file = folder.join(&*file);
         }
     }
@@ -82,16 +85,28 @@ impl EnginesConfig {
             }
         }
         if self.lend_token && self.token_file.is_none() {
-            problems.push(Problem::of("lend_token", "there is no token to lend; name it in `token_file`"));
+            problems.push(Problem::of(
+                "lend_token",
+                "there is no token to lend; name it in `token_file`",
+            ));
         }
         if self.deadline.get().is_zero() {
-            problems.push(Problem::of("deadline", "no answer could come within 0s; the default is 2s"));
+            problems.push(Problem::of(
+                "deadline",
+                "no answer could come within 0s; the default is 2s",
+            ));
         }
         if self.in_flight == 0 {
-            problems.push(Problem::of("in_flight", "no call could be made; the default is 64"));
+            problems.push(Problem::of(
+                "in_flight",
+                "no call could be made; the default is 64",
+            ));
         }
         if self.answer.0 == 0 {
-            problems.push(Problem::of("answer", "no answer fits a limit of 0; the default is 16MiB"));
+            problems.push(Problem::of(
+                "answer",
+                "no answer fits a limit of 0; the default is 16MiB",
+            ));
         }
         problems
     }

@@ -34,21 +34,37 @@ const AT_ONCE: Duration = Duration::from_millis(250);
 const NO_ANSWER: &str = "connection closed before message completed";
 
 /// A pool of connections.
-pub(super) fn pool(config: &EnginesConfig, authorities: Option<&[u8]>) -> Result<Client, EngineError> {
+pub(super) fn pool(
+    config: &EnginesConfig,
+    authorities: Option<&[u8]>,
+) -> Result<Client, EngineError> {
     let broken = |problem: String| EngineError::Client(problem);
     let build = |builder: ClientBuilder| {
         // Engines are neighbours: where one sends us instead we have no business.
-        let builder = builder.redirect(Policy::none()).tcp_nodelay(true).connect_timeout(CONNECT);
-        let builder = builder.pool_max_idle_per_host(config.in_flight as usize).pool_idle_timeout(IDLE);
-        let builder = builder.http2_keep_alive_interval(PING).http2_keep_alive_timeout(PONG);
+        let builder = builder
+            .redirect(Policy::none())
+            .tcp_nodelay(true)
+            .connect_timeout(CONNECT);
+        let builder = builder
+            .pool_max_idle_per_host(config.in_flight as usize)
+            .pool_idle_timeout(IDLE);
+        let builder = builder
+            .http2_keep_alive_interval(PING)
+            .http2_keep_alive_timeout(PONG);
         let builder = builder.http2_keep_alive_while_idle(true);
         #[cfg(target_os = "linux")]
         let builder = builder.tcp_user_timeout(UNACKNOWLEDGED);
-        if config.scheme == Scheme::H2c { builder.http2_prior_knowledge() } else { builder }.build()
+        if config.scheme == Scheme::H2c {
+            builder.http2_prior_knowledge()
+        } else {
+            builder
+        }
+        .build()
     };
     let client = match authorities {
         Some(pem) => {
-            let certificates = Certificate::from_pem_bundle(pem).map_err(|error| broken(error.to_string()))?;
+            let certificates =
+                Certificate::from_pem_bundle(pem).map_err(|error| broken(error.to_string()))?;
             build(crate::tls::client().tls_certs_only(certificates))
         }
         // Small images have no authorities, and engines without TLS need none.
@@ -65,7 +81,9 @@ pub(super) fn was_closing(problem: &reqwest::Error, since: Instant) -> bool {
     }
     let mut cause = problem.source();
     while let Some(next) = cause {
-        let gone = next.downcast_ref::<io::Error>().is_some_and(|error| is_gone(error.kind()));
+        let gone = next
+            .downcast_ref::<io::Error>()
+            .is_some_and(|error| is_gone(error.kind()));
         if gone || next.to_string() == NO_ANSWER {
             return true;
         }
@@ -75,7 +93,10 @@ pub(super) fn was_closing(problem: &reqwest::Error, since: Instant) -> bool {
 }
 
 fn is_gone(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted | ErrorKind::BrokenPipe)
+    matches!(
+        kind,
+        ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted | ErrorKind::BrokenPipe
+    )
 }
 
 #[cfg(test)]

@@ -15,7 +15,10 @@ pub struct Sample {
 impl Sample {
     /// One of its labels.
     pub fn label(&self, name: &str) -> Option<&str> {
-        self.labels.iter().find(|(label, _)| label == name).map(|(_, value)| value.as_str())
+        self.labels
+            .iter()
+            .find(|(label, _)| label == name)
+            .map(|(_, value)| value.as_str())
     }
 }
 
@@ -52,13 +55,20 @@ pub struct MetricsPage {
 impl MetricsPage {
     /// Reads a page; lines that are not of the format are left out.
     pub fn read(text: &str) -> Self {
-        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-        Self { samples: lines.filter_map(sample).collect() }
+        let lines = text
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty() && !line.starts_with('#'));
+        Self {
+            samples: lines.filter_map(sample).collect(),
+        }
     }
 
     /// The lines of one measure.
     pub fn samples(&self, name: &str) -> impl Iterator<Item = &Sample> {
-        self.samples.iter().filter(move |sample| sample.name == name)
+        self.samples
+            .iter()
+            .filter(move |sample| sample.name == name)
     }
 
     /// The sum over the lines of one measure; `None` where there is none.
@@ -74,7 +84,9 @@ impl MetricsPage {
             let text = |name| sample.label(name).filter(|value| *value != "None");
             CacheConfig {
                 engine: text("engine").unwrap_or("0").to_owned(),
-                block_size: text("block_size").and_then(|value| value.parse().ok()).filter(|size| *size > 0),
+                block_size: text("block_size")
+                    .and_then(|value| value.parse().ok())
+                    .filter(|size| *size > 0),
                 num_gpu_blocks: text("num_gpu_blocks").and_then(|value| value.parse().ok()),
                 size_tokens: text("kv_cache_size_tokens").and_then(|value| value.parse().ok()),
                 prefix_caching: text("enable_prefix_caching").and_then(truth),
@@ -86,7 +98,10 @@ impl MetricsPage {
 
     /// Whether all engines cache prompts; `None` where none says so.
     pub fn prefix_caching(&self) -> Option<bool> {
-        self.caches().iter().filter_map(|cache| cache.prefix_caching).reduce(|all, one| all && one)
+        self.caches()
+            .iter()
+            .filter_map(|cache| cache.prefix_caching)
+            .reduce(|all, one| all && one)
     }
 }
 
@@ -107,7 +122,11 @@ fn sample(line: &str) -> Option<Sample> {
     };
     // A timestamp may follow.
     let value = rest.split_whitespace().next()?.parse().ok()?;
-    Some(Sample { name: name.to_owned(), labels, value })
+    Some(Sample {
+        name: name.to_owned(),
+        labels,
+        value,
+    })
 }
 
 /// The labels up to the closing brace, and what follows it.
@@ -160,17 +179,36 @@ mod tests {
         };
         assert_eq!(inst_a.caches(), [expected("0", "sha256")]);
         assert_eq!(inst_a.prefix_caching(), Some(true));
-        assert!(inst_a.sum("vllm:prefix_cache_queries_total").is_some_and(|tokens| tokens > 0.0));
-        let dp2 = MetricsPage::read(include_str!("../../tests/data/engines/metrics-vllm-dp2.txt"));
-        assert_eq!(dp2.caches(), [expected("0", "sha256_cbor"), expected("1", "sha256_cbor")]);
-        assert_eq!(dp2.caches().iter().map(CacheConfig::rank).collect::<Vec<_>>(), [Some(0), Some(1)]);
+        assert!(
+            inst_a
+                .sum("vllm:prefix_cache_queries_total")
+                .is_some_and(|tokens| tokens > 0.0)
+        );
+        let dp2 = MetricsPage::read(include_str!(
+            "../../tests/data/engines/metrics-vllm-dp2.txt"
+        ));
+        assert_eq!(
+            dp2.caches(),
+            [expected("0", "sha256_cbor"), expected("1", "sha256_cbor")]
+        );
+        assert_eq!(
+            dp2.caches()
+                .iter()
+                .map(CacheConfig::rank)
+                .collect::<Vec<_>>(),
+            [Some(0), Some(1)]
+        );
     }
 
     #[test]
     fn what_is_not_of_the_format_is_left_out() {
         let page = "a{x=\"1\"} 2 1700000000\nb 3\n# TYPE c\nc{\nd{x=1} 1\ne{x=\"1\" 4\nf{x=\"\\\"\\\\\\n\",y=\"}\",} 5\ng\nh x\n\n";
         let page = MetricsPage::read(page);
-        let names: Vec<_> = page.samples.iter().map(|sample| sample.name.as_str()).collect();
+        let names: Vec<_> = page
+            .samples
+            .iter()
+            .map(|sample| sample.name.as_str())
+            .collect();
         assert_eq!(names, ["a", "b", "f"]);
         assert_eq!(page.samples[2].label("x"), Some("\"\\\n"));
         assert_eq!(page.samples[2].label("y"), Some("}"));
@@ -183,8 +221,17 @@ mod tests {
         let page = MetricsPage::read(
             "vllm:cache_config_info{block_size=\"0\",num_gpu_blocks=\"None\",enable_prefix_caching=\"False\"} 1.0",
         );
-        let [cache] = &page.caches()[..] else { panic!("one cache") };
-        assert_eq!((cache.block_size, cache.num_gpu_blocks, cache.engine.as_str()), (None, None, "0"));
+        let [cache] = &page.caches()[..] else {
+            panic!("one cache")
+        };
+        assert_eq!(
+            (
+                cache.block_size,
+                cache.num_gpu_blocks,
+                cache.engine.as_str()
+            ),
+            (None, None, "0")
+        );
         assert_eq!(page.prefix_caching(), Some(false));
     }
 }

@@ -33,7 +33,10 @@ impl Server {
     async fn routes(routes: Router) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = EngineUrl::http(crate::worker::Endpoint(listener.local_addr().unwrap()));
-        Self { url, task: tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() }) }
+        Self {
+            url,
+            task: tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() }),
+        }
     }
 
     /// Answers everything alike.
@@ -58,29 +61,62 @@ impl Server {
 }
 
 fn client() -> EngineClient {
-    EngineClient::new(&EnginesConfig { deadline: Period(SOON), ..EnginesConfig::default() }).unwrap()
+    EngineClient::new(&EnginesConfig {
+        deadline: Period(SOON),
+        ..EnginesConfig::default()
+    })
+    .unwrap()
 }
 
 async fn render(server: &Server) -> Result<Vec<Rendered>, EngineError> {
-    client().render(&server.url, RenderApi::Chat, Bytes::from_static(b"{}"), SOON).await
+    client()
+        .render(
+            &server.url,
+            RenderApi::Chat,
+            Bytes::from_static(b"{}"),
+            SOON,
+        )
+        .await
 }
 
 #[tokio::test]
 async fn an_answer_of_a_real_engine_tells_tokens_and_images() {
-    let captured: Value = serde_json::from_str(include_str!("../../tests/data/engines/render-image.json")).unwrap();
+    let captured: Value =
+        serde_json::from_str(include_str!("../../tests/data/engines/render-image.json")).unwrap();
     let server = Server::saying(200, captured.to_string()).await;
     let rendered = render(&server).await.unwrap();
-    let [Rendered { token_ids, objects }] = &rendered[..] else { panic!("{rendered:?}") };
-    assert_eq!((token_ids.len(), token_ids[0]), (captured["token_ids"].as_array().unwrap().len(), 151_644));
+    let [Rendered { token_ids, objects }] = &rendered[..] else {
+        panic!("{rendered:?}")
+    };
+    assert_eq!(
+        (token_ids.len(), token_ids[0]),
+        (captured["token_ids"].as_array().unwrap().len(), 151_644)
+    );
     let hash = "05757fdca20857264df44a59e04830bcf59f808198a8899aa2ef4e6f9601f53e".to_owned();
-    assert_eq!(objects[..], [RenderedObject { modality: "image".into(), hash, offset: 15, length: 100 }]);
-    assert!(token_ids[15..115].iter().all(|token| *token == token_ids[15]), "one token stands for all of an image");
+    assert_eq!(
+        objects[..],
+        [RenderedObject {
+            modality: "image".into(),
+            hash,
+            offset: 15,
+            length: 100
+        }]
+    );
+    assert!(
+        token_ids[15..115]
+            .iter()
+            .all(|token| *token == token_ids[15]),
+        "one token stands for all of an image"
+    );
 }
 
 #[tokio::test]
 async fn completions_come_as_a_list() {
-    let server =
-        Server::saying(200, r#"[{"token_ids":[1,2],"cache_salt":"s"},{"token_ids":[3],"features":null}]"#).await;
+    let server = Server::saying(
+        200,
+        r#"[{"token_ids":[1,2],"cache_salt":"s"},{"token_ids":[3],"features":null}]"#,
+    )
+    .await;
     let rendered = render(&server).await.unwrap();
     let told: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
     assert_eq!(told, [vec![1, 2], vec![3]]);
@@ -104,13 +140,19 @@ async fn answers_that_contradict_themselves_are_not_believed() {
         r#"{"token_ids":[1]"#.into(),
         features(json!({"image": ["a", "b"]}), json!({"image": place(0, 1)})),
         features(json!({"image": ["a"]}), json!({"image": place(1, 3)})),
-        features(json!({"image": ["a"]}), json!({"image": place(u64::MAX, 1)})),
+        features(
+            json!({"image": ["a"]}),
+            json!({"image": place(u64::MAX, 1)}),
+        ),
         features(json!({"image": ["a"]}), json!({"audio": place(0, 1)})),
         features(json!({}), json!({"audio": place(0, 1)})),
     ] {
         let server = Server::saying(200, text.clone()).await;
         let answered = render(&server).await;
-        assert!(matches!(answered, Err(EngineError::Unreadable(_))), "{text}: {answered:?}");
+        assert!(
+            matches!(answered, Err(EngineError::Unreadable(_))),
+            "{text}: {answered:?}"
+        );
     }
 }
 
@@ -123,19 +165,44 @@ async fn statuses_say_whether_it_is_the_engine_the_request_or_the_endpoint() {
         (404, r#"{"detail":"Not Found"}"#, "not_offered", false, None),
         (405, "", "not_offered", false, None),
         (501, "", "not_offered", false, None),
-        (404, missing, "status", true, Some("The model `x` does not exist.")),
+        (
+            404,
+            missing,
+            "status",
+            true,
+            Some("The model `x` does not exist."),
+        ),
         (400, r#"{"message":"bad"}"#, "status", true, Some("bad")),
-        (401, r#"{"error":"Unauthorized"}"#, "status", false, Some("Unauthorized")),
+        (
+            401,
+            r#"{"error":"Unauthorized"}"#,
+            "status",
+            false,
+            Some("Unauthorized"),
+        ),
         (422, "", "status", true, None),
         (500, "boom", "status", false, None),
         (204, "", "status", false, None),
         (302, "", "status", false, None),
     ];
     for (status, text, label, refusal, said) in cases {
-        let error = render(&Server::saying(status, text).await).await.unwrap_err();
-        let message = if let EngineError::Status { message, .. } = &error { message.clone() } else { None };
-        assert_eq!((error.label(), error.is_refusal(), message.as_deref()), (label, refusal, said), "{status} {text}");
-        assert!(!error.to_string().contains("bad") && !error.to_string().contains("exist"), "{error}");
+        let error = render(&Server::saying(status, text).await)
+            .await
+            .unwrap_err();
+        let message = if let EngineError::Status { message, .. } = &error {
+            message.clone()
+        } else {
+            None
+        };
+        assert_eq!(
+            (error.label(), error.is_refusal(), message.as_deref()),
+            (label, refusal, said),
+            "{status} {text}"
+        );
+        assert!(
+            !error.to_string().contains("bad") && !error.to_string().contains("exist"),
+            "{error}"
+        );
     }
 }
 
@@ -146,29 +213,52 @@ async fn what_is_too_long_is_not_read_to_its_end() {
         Body::from_stream(tokio_stream::iter(std::iter::repeat_with(chunk)))
     };
     let server = Server::routes(Router::new().fallback(endless)).await;
-    let config = EnginesConfig { deadline: Period(SOON), answer: Size::kib(64), ..EnginesConfig::default() };
-    let error = EngineClient::new(&config).unwrap().metrics(&server.url).await.unwrap_err();
+    let config = EnginesConfig {
+        deadline: Period(SOON),
+        answer: Size::kib(64),
+        ..EnginesConfig::default()
+    };
+    let error = EngineClient::new(&config)
+        .unwrap()
+        .metrics(&server.url)
+        .await
+        .unwrap_err();
     assert!(matches!(error, EngineError::TooLarge(65_536)), "{error}");
     // Nor is a refusal.
     let refusing = async || {
         let chunk = || Ok::<_, std::io::Error>(Bytes::from_static(&[b'x'; 999]));
-        (StatusCode::BAD_REQUEST, Body::from_stream(tokio_stream::iter(std::iter::repeat_with(chunk))))
+        (
+            StatusCode::BAD_REQUEST,
+            Body::from_stream(tokio_stream::iter(std::iter::repeat_with(chunk))),
+        )
     };
     let server = Server::routes(Router::new().fallback(refusing)).await;
-    assert_eq!(client().version(&server.url).await.unwrap_err().label(), "status");
+    assert_eq!(
+        client().version(&server.url).await.unwrap_err().label(),
+        "status"
+    );
 }
 
 #[tokio::test]
 async fn nobody_is_waited_for_longer_than_the_deadline() {
     let begins = async || {
         let begun = tokio_stream::once(Ok::<_, std::io::Error>(Bytes::from_static(b"{")));
-        Body::from_stream(tokio_stream::StreamExt::chain(begun, tokio_stream::pending()))
+        Body::from_stream(tokio_stream::StreamExt::chain(
+            begun,
+            tokio_stream::pending(),
+        ))
     };
     let silent = Server::routes(Router::new().fallback(std::future::pending::<()>)).await;
     let stalled = Server::routes(Router::new().fallback(begins)).await;
     for server in [silent, stalled] {
-        let asked =
-            client().tokenize(&server.url, Bytes::from_static(b"{}"), Duration::from_millis(50)).await.unwrap_err();
+        let asked = client()
+            .tokenize(
+                &server.url,
+                Bytes::from_static(b"{}"),
+                Duration::from_millis(50),
+            )
+            .await
+            .unwrap_err();
         assert!(matches!(asked, EngineError::Timeout), "{asked}");
     }
 }
@@ -183,22 +273,45 @@ async fn connections_that_fail_or_break_are_nobody_there() {
         b"SSH-2.0-OpenSSH_9.6\r\n",
     ];
     for bytes in cases {
-        let error = client().version(&Server::raw(bytes).await.url).await.unwrap_err();
+        let error = client()
+            .version(&Server::raw(bytes).await.url)
+            .await
+            .unwrap_err();
         assert!(matches!(error, EngineError::Unreachable(_)), "{error}");
     }
-    let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-    let error = client().version(&EngineUrl::http(crate::worker::Endpoint(free))).await.unwrap_err();
-    assert!(matches!(&error, EngineError::Unreachable(text) if text.contains("refused")), "{error}");
+    let free = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let error = client()
+        .version(&EngineUrl::http(crate::worker::Endpoint(free)))
+        .await
+        .unwrap_err();
+    assert!(
+        matches!(&error, EngineError::Unreachable(text) if text.contains("refused")),
+        "{error}"
+    );
 }
 
 #[tokio::test]
 async fn beyond_the_calls_allowed_at_once_there_is_no_answer_and_given_up_ones_make_room() {
     let server = Server::routes(Router::new().fallback(std::future::pending::<()>)).await;
-    let config = EnginesConfig { deadline: Period::millis(100), in_flight: 1, ..EnginesConfig::default() };
+    let config = EnginesConfig {
+        deadline: Period::millis(100),
+        in_flight: 1,
+        ..EnginesConfig::default()
+    };
     let client = EngineClient::new(&config).unwrap();
     let (one, two) = tokio::join!(client.health(&server.url), client.health(&server.url));
-    assert_eq!([one.unwrap_err().label(), two.unwrap_err().label()], ["timeout", "busy"]);
-    assert_eq!(client.health(&server.url).await.unwrap_err().label(), "timeout");
+    assert_eq!(
+        [one.unwrap_err().label(), two.unwrap_err().label()],
+        ["timeout", "busy"]
+    );
+    assert_eq!(
+        client.health(&server.url).await.unwrap_err().label(),
+        "timeout"
+    );
 }
 
 #[tokio::test]
@@ -209,14 +322,20 @@ async fn an_engine_that_asks_for_a_token_gets_the_one_of_the_file_as_it_is_now()
     let wanted = Arc::new(parking_lot::Mutex::new("first".to_owned()));
     let guard = wanted.clone();
     let check = async move |headers: HeaderMap| -> Answer {
-        let brought = headers.get("authorization").and_then(|value| value.to_str().ok());
+        let brought = headers
+            .get("authorization")
+            .and_then(|value| value.to_str().ok());
         match brought == Some(&format!("Bearer {}", guard.lock())) {
             true => r#"{"version":"1"}"#.into_response(),
             false => StatusCode::UNAUTHORIZED.into_response(),
         }
     };
     let server = Server::routes(Router::new().route("/version", get(check))).await;
-    let config = EnginesConfig { token_file: Some(path.clone()), deadline: Period(SOON), ..EnginesConfig::default() };
+    let config = EnginesConfig {
+        token_file: Some(path.clone()),
+        deadline: Period(SOON),
+        ..EnginesConfig::default()
+    };
     let client = EngineClient::new(&config).unwrap();
     assert_eq!(client.version(&server.url).await.unwrap(), "1");
     // The file is looked at again as soon as the engine does not take the old one.
@@ -239,11 +358,17 @@ async fn each_question_goes_to_its_path_and_is_read() {
             "10": {"enable_kv_cache_events": false, "publisher": "null", "endpoint": "tcp://*:5567"},
         });
         match (request.method().as_str(), uri.path()) {
-            ("GET", "/v1/models") => json!({"object": "list", "data": [{"id": "m", "root": "/models/m"}]}).to_string(),
+            ("GET", "/v1/models") => {
+                json!({"object": "list", "data": [{"id": "m", "root": "/models/m"}]}).to_string()
+            }
             ("GET", "/version") => r#"{"version":"0.32.0"}"#.into(),
             ("GET", "/kv_event_sources") => sources.to_string(),
-            ("GET", "/metrics") => "vllm:cache_config_info{block_size=\"16\",engine=\"0\"} 1.0\n".into(),
-            ("POST", "/tokenize") => r#"{"count":2,"max_model_len":8192,"tokens":[5,6],"token_strs":null}"#.into(),
+            ("GET", "/metrics") => {
+                "vllm:cache_config_info{block_size=\"16\",engine=\"0\"} 1.0\n".into()
+            }
+            ("POST", "/tokenize") => {
+                r#"{"count":2,"max_model_len":8192,"tokens":[5,6],"token_strs":null}"#.into()
+            }
             ("POST", "/v1/messages/render") => r#"{"token_ids":[7]}"#.into(),
             _ => "{}".into(),
         }
@@ -252,15 +377,33 @@ async fn each_question_goes_to_its_path_and_is_read() {
     let (client, url) = (client(), &server.url);
     assert_eq!(client.models(url).await.unwrap()[0].id, "m");
     assert_eq!(client.version(url).await.unwrap(), "0.32.0");
-    assert_eq!(client.metrics(url).await.unwrap().caches()[0].block_size, Some(16));
-    let tokenized = client.tokenize(url, Bytes::from_static(b"{}"), SOON).await.unwrap();
+    assert_eq!(
+        client.metrics(url).await.unwrap().caches()[0].block_size,
+        Some(16)
+    );
+    let tokenized = client
+        .tokenize(url, Bytes::from_static(b"{}"), SOON)
+        .await
+        .unwrap();
     assert_eq!(tokenized.tokens, [5, 6]);
-    let rendered = client.render(url, RenderApi::Messages, Bytes::from_static(b"{}"), SOON).await.unwrap();
+    let rendered = client
+        .render(url, RenderApi::Messages, Bytes::from_static(b"{}"), SOON)
+        .await
+        .unwrap();
     assert_eq!(rendered[0].token_ids, [7]);
     let sources = client.kv_event_sources(url).await.unwrap();
-    let told: Vec<_> =
-        sources.iter().map(|of| (of.rank, of.enabled, of.endpoint.as_str(), of.topic.as_str())).collect();
-    assert_eq!(told, [(0, true, "tcp://*:5557", ""), (1, true, "tcp://*:5558", "t"), (10, false, "tcp://*:5567", "")]);
+    let told: Vec<_> = sources
+        .iter()
+        .map(|of| (of.rank, of.enabled, of.endpoint.as_str(), of.topic.as_str()))
+        .collect();
+    assert_eq!(
+        told,
+        [
+            (0, true, "tcp://*:5557", ""),
+            (1, true, "tcp://*:5558", "t"),
+            (10, false, "tcp://*:5567", "")
+        ]
+    );
     assert_eq!(sources[0].replay_endpoint.as_deref(), Some("tcp://*:5657"));
 }
 
@@ -270,12 +413,48 @@ fn settings_that_cannot_work_are_named() {
     assert!(good.problems().is_empty());
     let missing = Some("/nowhere/to/be/found".into());
     for (config, key) in [
-        (EnginesConfig { deadline: Period::millis(0), ..good.clone() }, "deadline"),
-        (EnginesConfig { in_flight: 0, ..good.clone() }, "in_flight"),
-        (EnginesConfig { answer: Size(0), ..good.clone() }, "answer"),
-        (EnginesConfig { lend_token: true, ..good.clone() }, "lend_token"),
-        (EnginesConfig { token_file: missing.clone(), ..good.clone() }, "token_file"),
-        (EnginesConfig { ca_file: missing, ..good.clone() }, "ca_file"),
+        (
+            EnginesConfig {
+                deadline: Period::millis(0),
+                ..good.clone()
+            },
+            "deadline",
+        ),
+        (
+            EnginesConfig {
+                in_flight: 0,
+                ..good.clone()
+            },
+            "in_flight",
+        ),
+        (
+            EnginesConfig {
+                answer: Size(0),
+                ..good.clone()
+            },
+            "answer",
+        ),
+        (
+            EnginesConfig {
+                lend_token: true,
+                ..good.clone()
+            },
+            "lend_token",
+        ),
+        (
+            EnginesConfig {
+                token_file: missing.clone(),
+                ..good.clone()
+            },
+            "token_file",
+        ),
+        (
+            EnginesConfig {
+                ca_file: missing,
+                ..good.clone()
+            },
+            "ca_file",
+        ),
     ] {
         let problems = config.problems();
         assert_eq!(problems.len(), 1, "{key}");

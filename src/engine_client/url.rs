@@ -40,14 +40,17 @@ impl EngineUrl {
 /// Without the zone.
 fn fallback(scheme: &str, endpoint: Endpoint) -> Url {
     let address = std::net::SocketAddr::new(endpoint.0.ip(), endpoint.0.port());
-    Url::parse(&format!("{scheme}://{address}/")).expect("an address without a zone is a URL's host")
+    Url::parse(&format!("{scheme}://{address}/"))
+        .expect("an address without a zone is a URL's host")
 }
 
 impl FromStr for EngineUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let url = Url::parse(text).ok().filter(|url| ["http", "https"].contains(&url.scheme()) && url.has_host());
+        let url = Url::parse(text)
+            .ok()
+            .filter(|url| ["http", "https"].contains(&url.scheme()) && url.has_host());
         url.map(Self).ok_or_else(|| {
             format!("`{text}` is not an http:// or https:// address; write for example http://10.0.0.7:8000")
         })
@@ -68,10 +71,20 @@ mod tests {
     fn paths_are_put_behind_the_address() {
         for (address, expected) in [
             ("http://10.0.0.7:8000", "http://10.0.0.7:8000/tokenize"),
-            ("https://engine.example/vllm/", "https://engine.example/vllm/tokenize"),
+            (
+                "https://engine.example/vllm/",
+                "https://engine.example/vllm/tokenize",
+            ),
             ("http://[::1]:80/a", "http://[::1]/a/tokenize"),
         ] {
-            assert_eq!(address.parse::<EngineUrl>().unwrap().join("tokenize").as_str(), expected);
+            assert_eq!(
+                address
+                    .parse::<EngineUrl>()
+                    .unwrap()
+                    .join("tokenize")
+                    .as_str(),
+                expected
+            );
         }
         for endpoint in ["10.0.0.7:8000", "[fe80::1%3]:8000", "[::1]:8000"] {
             let url = EngineUrl::http(endpoint.parse().unwrap());
@@ -81,8 +94,19 @@ mod tests {
 
     #[test]
     fn what_is_no_address_is_named() {
-        for text in ["", "10.0.0.7:8000", "ftp://x", "http://", "tcp://10.0.0.7:1"] {
-            assert!(text.parse::<EngineUrl>().unwrap_err().contains("http://10.0.0.7:8000"), "{text}");
+        for text in [
+            "",
+            "10.0.0.7:8000",
+            "ftp://x",
+            "http://",
+            "tcp://10.0.0.7:1",
+        ] {
+            assert!(
+                text.parse::<EngineUrl>()
+                    .unwrap_err()
+                    .contains("http://10.0.0.7:8000"),
+                "{text}"
+            );
         }
     }
 }

@@ -43,17 +43,29 @@ fn timeout() -> Period {
 impl EngineSessionsConfig {
     /// The usual limits.
     pub fn of(kind: EngineKind) -> Self {
-        Self { kind, capacity: capacity(), streaming: false, idle: None, timeout: timeout() }
+        Self {
+            kind,
+            capacity: capacity(),
+            streaming: false,
+            idle: None,
+            timeout: timeout(),
+        }
     }
 
     /// Mistakes of meaning; `ttl` is how long we remember a session.
     pub fn problems(&self, ttl: Period) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.capacity == 0 {
-            problems.push(Problem::of("capacity", "no session would fit a capacity of 0; the default is 65536"));
+            problems.push(Problem::of(
+                "capacity",
+                "no session would fit a capacity of 0; the default is 65536",
+            ));
         }
         if self.timeout.get().is_zero() {
-            problems.push(Problem::of("timeout", "no call could end within 0s; the default is 1s"));
+            problems.push(Problem::of(
+                "timeout",
+                "no call could end within 0s; the default is 1s",
+            ));
         }
         if let Some(idle) = self.idle.filter(|idle| *idle < ttl) {
             let text = format!(

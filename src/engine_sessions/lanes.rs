@@ -73,7 +73,9 @@ impl Lanes {
         match lane.waiting.get_mut(&place.id) {
             Some((_, Wanted::Open)) if !is_open => lane.forget(&place.id),
             Some((_, wanted)) => *wanted = Wanted::Close,
-            None if is_open || lane.running.contains(&place.id) => lane.wait(place.id, Wanted::Close),
+            None if is_open || lane.running.contains(&place.id) => {
+                lane.wait(place.id, Wanted::Close)
+            }
             None => {}
         }
         self.ready.push_back(place.endpoint);
@@ -93,7 +95,9 @@ impl Lanes {
 
     /// A call has ended.
     pub(super) fn done(&mut self, place: &Place) {
-        let Some(lane) = self.lanes.get_mut(&place.endpoint) else { return };
+        let Some(lane) = self.lanes.get_mut(&place.endpoint) else {
+            return;
+        };
         lane.running.remove(&place.id);
         self.ready.push_back(place.endpoint);
         self.tidy(place.endpoint);
@@ -126,7 +130,11 @@ impl Lanes {
     }
 
     fn tidy(&mut self, endpoint: Endpoint) {
-        if self.lanes.get(&endpoint).is_some_and(|lane| lane.running.is_empty() && lane.waiting.is_empty()) {
+        if self
+            .lanes
+            .get(&endpoint)
+            .is_some_and(|lane| lane.running.is_empty() && lane.waiting.is_empty())
+        {
             self.lanes.remove(&endpoint);
         }
     }
@@ -150,7 +158,11 @@ impl Lane {
             return None;
         }
         // A session waits once, so there are fewer to skip than calls at once.
-        let id = self.order.values().find(|id| !self.running.contains(*id))?.clone();
+        let id = self
+            .order
+            .values()
+            .find(|id| !self.running.contains(*id))?
+            .clone();
         self.running.insert(id.clone());
         let (_, wanted) = self.waiting.get_mut(&id)?;
         let word = match wanted {
@@ -171,7 +183,10 @@ mod tests {
     use super::*;
 
     fn place(port: u16, id: &str) -> Place {
-        Place { endpoint: Endpoint(([127, 0, 0, 1], port).into()), id: id.to_owned() }
+        Place {
+            endpoint: Endpoint(([127, 0, 0, 1], port).into()),
+            id: id.to_owned(),
+        }
     }
 
     #[test]
@@ -184,7 +199,8 @@ mod tests {
         lanes.open(place(1, "a"));
         lanes.open(place(1, "b"));
         lanes.open(place(2, "a"));
-        let next = [lanes.next(), lanes.next(), lanes.next()].map(|call| call.map(|(place, _)| place));
+        let next =
+            [lanes.next(), lanes.next(), lanes.next()].map(|call| call.map(|(place, _)| place));
         assert_eq!(next, [Some(place(1, "b")), Some(place(2, "a")), None]);
         lanes.done(&place(1, "b"));
         assert_eq!(lanes.next(), None);
@@ -225,14 +241,26 @@ mod tests {
         assert!(lanes.open(place(2, "a")));
         lanes.close(place(1, "open"), true);
         let running: Vec<_> = std::iter::from_fn(|| lanes.next()).collect();
-        assert_eq!(running.iter().filter(|(at, _)| *at != place(2, "a")).count(), AT_ONCE);
+        assert_eq!(
+            running
+                .iter()
+                .filter(|(at, _)| *at != place(2, "a"))
+                .count(),
+            AT_ONCE
+        );
         assert_eq!(running.len(), AT_ONCE + 1);
         lanes.done(&running[0].0);
-        assert_eq!(lanes.next().map(|(place, _)| place.id), Some(AT_ONCE.to_string()));
+        assert_eq!(
+            lanes.next().map(|(place, _)| place.id),
+            Some(AT_ONCE.to_string())
+        );
         let lane = &lanes.lanes[&place(1, "").endpoint];
         assert_eq!(lane.waiting["open"].1, Wanted::Close);
         lanes.discard(place(1, "").endpoint);
         let left = &lanes.lanes[&place(1, "").endpoint];
-        assert_eq!((left.waiting.len(), left.order.len(), left.running.len()), (0, 0, AT_ONCE));
+        assert_eq!(
+            (left.waiting.len(), left.order.len(), left.running.len()),
+            (0, 0, AT_ONCE)
+        );
     }
 }

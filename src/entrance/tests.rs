@@ -16,29 +16,57 @@ fn endpoint(id: u64) -> Endpoint {
 }
 
 fn worker(id: u64) -> Worker {
-    Worker::new(WorkerId(id), endpoint(id), "m".into(), BlockSize::new(4).unwrap())
+    Worker::new(
+        WorkerId(id),
+        endpoint(id),
+        "m".into(),
+        BlockSize::new(4).unwrap(),
+    )
 }
 
 /// An entrance to workers that are busy beyond `threshold` prefill tokens.
 fn entrance(workers: u64, threshold: Option<u64>, affinity: Affinity) -> Arc<Entrance> {
     let load = LoadTracker::new(Instant::now);
-    let router = Router::new(PrefixIndex::new(), load.clone(), RouterSettings::default(), 1);
+    let router = Router::new(
+        PrefixIndex::new(),
+        load.clone(),
+        RouterSettings::default(),
+        1,
+    );
     let router = Arc::new(router);
     publish(&router, 1..=workers);
-    let queue = QueueConfig { prefill_busy_threshold: threshold, ..QueueConfig::default() };
+    let queue = QueueConfig {
+        prefill_busy_threshold: threshold,
+        ..QueueConfig::default()
+    };
     let admission = Admission::new(router.clone(), &queue, Prefill::Steady);
     let nudged = Arc::downgrade(&admission);
-    load.on_relief(move || nudged.upgrade().into_iter().for_each(|admission| admission.nudge()));
+    load.on_relief(move || {
+        nudged
+            .upgrade()
+            .into_iter()
+            .for_each(|admission| admission.nudge())
+    });
     let sessions = Sessions::new(SessionRules::default(), Instant::now);
-    let affinities = Affinities { sessions, affinity, wait: Duration::from_secs(20) };
+    let affinities = Affinities {
+        sessions,
+        affinity,
+        wait: Duration::from_secs(20),
+    };
     Entrance::new(router, admission, Some(affinities), queue.deadline.get())
 }
 
 fn publish(router: &Router, ids: std::ops::RangeInclusive<u64>) {
     let change = Fleet::clone(&router.fleet()).reconcile(ids.map(worker).collect());
-    change.added.iter().for_each(|member| router.load().open(member.slot, member.rank));
+    change
+        .added
+        .iter()
+        .for_each(|member| router.load().open(member.slot, member.rank));
     router.publish(Arc::new(change.fleet));
-    change.removed.iter().for_each(|member| router.load().close(member.slot));
+    change
+        .removed
+        .iter()
+        .for_each(|member| router.load().close(member.slot));
 }
 
 /// A prompt of its own, of 401 tokens.
@@ -49,11 +77,17 @@ fn request(first: u64) -> RouteRequest {
 }
 
 fn word(id: &str) -> SessionWord {
-    SessionWord { id: id.to_owned(), ..SessionWord::default() }
+    SessionWord {
+        id: id.to_owned(),
+        ..SessionWord::default()
+    }
 }
 
 async fn admit(entrance: &Entrance, first: u64, session: Option<&SessionWord>) -> Admitted {
-    entrance.admit(request(first), session, |_| panic!("nobody waits here")).await.unwrap()
+    entrance
+        .admit(request(first), session, |_| panic!("nobody waits here"))
+        .await
+        .unwrap()
 }
 
 fn chosen(admitted: &Admitted) -> u64 {
@@ -61,8 +95,18 @@ fn chosen(admitted: &Admitted) -> u64 {
 }
 
 fn at_rest(entrance: &Entrance) -> bool {
-    let idle = entrance.router().load().snapshot().iter().all(|load| load.active_requests == 0);
-    let waiting: u64 = entrance.admission().standing().iter().map(|class| class.pending.requests).sum();
+    let idle = entrance
+        .router()
+        .load()
+        .snapshot()
+        .iter()
+        .all(|load| load.active_requests == 0);
+    let waiting: u64 = entrance
+        .admission()
+        .standing()
+        .iter()
+        .map(|class| class.pending.requests)
+        .sum();
     let sessions = entrance.sessions().unwrap().counts();
     idle && waiting == 0 && (sessions.running, sessions.waiting) == (0, 0)
 }
@@ -77,7 +121,11 @@ async fn a_hard_session_stays_however_busy_its_worker_is() {
         assert_eq!(chosen(&next), chosen(&first));
         held.push(next);
     }
-    assert_ne!(chosen(&admit(&entrance, 99, None).await), chosen(&first), "others go where nothing is booked");
+    assert_ne!(
+        chosen(&admit(&entrance, 99, None).await),
+        chosen(&first),
+        "others go where nothing is booked"
+    );
     drop((first, held));
     assert!(at_rest(&entrance));
 }
@@ -86,7 +134,10 @@ async fn a_hard_session_stays_however_busy_its_worker_is() {
 async fn a_soft_session_leaves_a_busy_worker_and_a_hard_one_waits_for_it() {
     for (affinity, stays) in [(Affinity::Hard, true), (Affinity::Soft, false)] {
         let entrance = entrance(2, Some(500), affinity);
-        let held = [admit(&entrance, 0, Some(&word("s"))).await, admit(&entrance, 1, Some(&word("s"))).await];
+        let held = [
+            admit(&entrance, 0, Some(&word("s"))).await,
+            admit(&entrance, 1, Some(&word("s"))).await,
+        ];
         assert_eq!(chosen(&held[0]), chosen(&held[1]));
         let mut waits = None;
         let session = word("s");
@@ -94,10 +145,18 @@ async fn a_soft_session_leaves_a_busy_worker_and_a_hard_one_waits_for_it() {
         let next = tokio::time::timeout(Duration::from_millis(50), next).await;
         if stays {
             assert!(next.is_err(), "it waits for its own worker");
-            assert_eq!(waits.map(|wait| wait.as_secs_f64().round()), Some(30.0), "and Envoy is told how long");
+            assert_eq!(
+                waits.map(|wait| wait.as_secs_f64().round()),
+                Some(30.0),
+                "and Envoy is told how long"
+            );
         } else {
             assert_ne!(chosen(&next.unwrap().unwrap()), chosen(&held[0]));
-            assert_ne!(chosen(&admit(&entrance, 3, Some(&word("s"))).await), chosen(&held[0]), "the session moved");
+            assert_ne!(
+                chosen(&admit(&entrance, 3, Some(&word("s"))).await),
+                chosen(&held[0]),
+                "the session moved"
+            );
         }
         drop(held);
         assert!(at_rest(&entrance), "who left while waiting leaves no trace");
@@ -116,7 +175,12 @@ async fn first_requests_of_a_session_that_come_together_go_to_one_worker() {
     let running: Vec<_> = (100..110)
         .map(|at| {
             let entrance = entrance.clone();
-            tokio::spawn(async move { entrance.admit(request(at), Some(&word("s")), |_| {}).await.unwrap() })
+            tokio::spawn(async move {
+                entrance
+                    .admit(request(at), Some(&word("s")), |_| {})
+                    .await
+                    .unwrap()
+            })
         })
         .collect();
     while entrance.sessions().unwrap().counts().waiting < 9 {
@@ -142,9 +206,15 @@ async fn a_session_whose_worker_is_gone_is_bound_to_another_and_the_last_request
     let second = chosen(&admit(&entrance, 1, Some(&word("s"))).await);
     assert_ne!(first, second);
     for at in 2..10 {
-        assert_eq!(chosen(&admit(&entrance, at, Some(&word("s"))).await), second);
+        assert_eq!(
+            chosen(&admit(&entrance, at, Some(&word("s"))).await),
+            second
+        );
     }
-    let last = SessionWord { last: true, ..word("s") };
+    let last = SessionWord {
+        last: true,
+        ..word("s")
+    };
     let admitted = admit(&entrance, 10, Some(&last)).await;
     assert_eq!(entrance.sessions().unwrap().counts().sessions, 1);
     drop(admitted);
@@ -158,16 +228,30 @@ async fn a_hard_session_goes_round_a_worker_that_is_overloaded_for_a_moment_and_
     let home = chosen(&first);
     let answer = |status, from| crate::router::Answer { status, from };
     let router = entrance.router();
-    router.answered(&mut first.booked, answer(503, crate::router::AnswerFrom::Chosen));
+    router.answered(
+        &mut first.booked,
+        answer(503, crate::router::AnswerFrom::Chosen),
+    );
     let detour = admit(&entrance, 1, Some(&word("s"))).await;
     assert_ne!(chosen(&detour), home);
-    assert_eq!(detour.session.unwrap().target(), first.booked.route.to.rank, "it is still at home there");
+    assert_eq!(
+        detour.session.unwrap().target(),
+        first.booked.route.to.rank,
+        "it is still at home there"
+    );
     for _ in 0..3 {
-        router.answered(&mut first.booked, answer(503, crate::router::AnswerFrom::Gateway));
+        router.answered(
+            &mut first.booked,
+            answer(503, crate::router::AnswerFrom::Gateway),
+        );
     }
     let moved = admit(&entrance, 2, Some(&word("s"))).await;
     assert_ne!(chosen(&moved), home);
-    assert_eq!(moved.session.unwrap().target(), moved.booked.route.to.rank, "nobody answers there any longer");
+    assert_eq!(
+        moved.session.unwrap().target(),
+        moved.booked.route.to.rank,
+        "nobody answers there any longer"
+    );
 }
 
 #[tokio::test]
@@ -180,7 +264,11 @@ async fn a_session_goes_with_who_served_it_but_a_hard_one_comes_back_while_its_w
         let home = 3 - chosen(&first);
         let moved = first.served(router, endpoint(home));
         assert_eq!(moved, Moved::To(first.booked.route.to.rank), "{affinity:?}");
-        assert_eq!((chosen(&first), target(&first)), (home, home), "{affinity:?}: its cache is nowhere else");
+        assert_eq!(
+            (chosen(&first), target(&first)),
+            (home, home),
+            "{affinity:?}: its cache is nowhere else"
+        );
         assert_eq!(first.served(router, endpoint(home)), Moved::Unchanged);
         assert_eq!(first.served(router, endpoint(9)), Moved::Away);
         assert_eq!(target(&first), home, "{affinity:?}: nobody knows better");
@@ -191,7 +279,10 @@ async fn a_session_goes_with_who_served_it_but_a_hard_one_comes_back_while_its_w
         let stays = affinity == Affinity::Hard;
         assert_eq!(target(&second) == home, stays, "{affinity:?}");
         if stays {
-            let dead = crate::router::Answer { status: 503, from: crate::router::AnswerFrom::Gateway };
+            let dead = crate::router::Answer {
+                status: 503,
+                from: crate::router::AnswerFrom::Gateway,
+            };
             let mut third = admit(&entrance, 2, Some(&word("s"))).await;
             (0..3).for_each(|_| drop(router.answered(&mut third.booked, dead)));
             third.served(router, endpoint(3 - home));
@@ -208,12 +299,20 @@ async fn a_session_leaves_a_worker_that_drains() {
         let entrance = entrance(2, None, affinity);
         let first = admit(&entrance, 0, Some(&word("s"))).await;
         let home = chosen(&first);
-        let drains = |id| Worker { draining: id == home, ..worker(id) };
-        let change = Fleet::clone(&entrance.router().fleet()).reconcile((1..=2).map(drains).collect());
+        let drains = |id| Worker {
+            draining: id == home,
+            ..worker(id)
+        };
+        let change =
+            Fleet::clone(&entrance.router().fleet()).reconcile((1..=2).map(drains).collect());
         assert!(change.added.is_empty() && change.removed.is_empty());
         entrance.router().publish(Arc::new(change.fleet));
         let second = admit(&entrance, 1, Some(&word("s"))).await;
-        assert_eq!((chosen(&second), second.session.unwrap().target().worker.0), (3 - home, 3 - home), "{affinity:?}");
+        assert_eq!(
+            (chosen(&second), second.session.unwrap().target().worker.0),
+            (3 - home, 3 - home),
+            "{affinity:?}"
+        );
     }
 }
 
@@ -234,7 +333,10 @@ async fn requests_for_different_workers_do_not_hold_each_other_up() {
     while entrance.admission().standing()[0].pending.requests == 0 {
         tokio::task::yield_now().await;
     }
-    let other = entrance.admit(only(2, 2), None, |_| panic!("it need not wait")).await.unwrap();
+    let other = entrance
+        .admit(only(2, 2), None, |_| panic!("it need not wait"))
+        .await
+        .unwrap();
     assert_eq!(chosen(&other), 2);
     stuck.abort();
     assert!(stuck.await.is_err_and(|error| error.is_cancelled()));
@@ -246,21 +348,41 @@ async fn an_explanation_knows_the_session_and_the_queue_and_enters_neither() {
     for (affinity, stays) in [(Affinity::Hard, true), (Affinity::Soft, false)] {
         let entrance = entrance(2, Some(100), affinity);
         let held = admit(&entrance, 1, Some(&word("s"))).await;
-        let before = (entrance.router().load().snapshot(), entrance.sessions().unwrap().counts());
+        let before = (
+            entrance.router().load().snapshot(),
+            entrance.sessions().unwrap().counts(),
+        );
         let winner = |session: &str| {
             let explanation = entrance.explain(request(2), Some(&word(session)));
             assert_eq!(explanation.class.as_deref(), Some("default"));
-            (explanation.phases[0].winner.map(|rank| rank.worker.0), explanation.busy, explanation.sentence)
+            (
+                explanation.phases[0].winner.map(|rank| rank.worker.0),
+                explanation.busy,
+                explanation.sentence,
+            )
         };
         let (bound, busy, sentence) = winner("s");
-        assert_eq!((bound == Some(chosen(&held)), busy), (stays, stays), "{affinity:?}: {sentence}");
-        assert_eq!(sentence.contains("but first it waits, because everybody it could go to is busy"), stays);
+        assert_eq!(
+            (bound == Some(chosen(&held)), busy),
+            (stays, stays),
+            "{affinity:?}: {sentence}"
+        );
+        assert_eq!(
+            sentence.contains("but first it waits, because everybody it could go to is busy"),
+            stays
+        );
         let (free, busy, _) = winner("another");
         assert!(free != Some(chosen(&held)) && !busy, "{affinity:?}");
         let other = admit(&entrance, 3, None).await;
         assert!(winner("another").1, "{affinity:?}: now both are busy");
         drop(other);
-        assert_eq!((entrance.router().load().snapshot(), entrance.sessions().unwrap().counts()), before);
+        assert_eq!(
+            (
+                entrance.router().load().snapshot(),
+                entrance.sessions().unwrap().counts()
+            ),
+            before
+        );
         drop(held);
         assert!(at_rest(&entrance));
     }
@@ -271,11 +393,27 @@ async fn a_hard_session_moves_when_its_worker_will_not_do_and_a_mere_question_fo
     let entrance = entrance(2, None, Affinity::Hard);
     let home = chosen(&admit(&entrance, 0, Some(&word("s"))).await);
     let _held = admit(&entrance, 1, Some(&word("s"))).await;
-    assert_eq!(entrance.ask(request(2), Some(&word("s"))).unwrap().to.rank.worker.0, home);
-    assert_ne!(entrance.ask(request(2), None).unwrap().to.rank.worker.0, home, "where nothing is booked");
+    assert_eq!(
+        entrance
+            .ask(request(2), Some(&word("s")))
+            .unwrap()
+            .to
+            .rank
+            .worker
+            .0,
+        home
+    );
+    assert_ne!(
+        entrance.ask(request(2), None).unwrap().to.rank.worker.0,
+        home,
+        "where nothing is booked"
+    );
     let mut elsewhere = request(3);
     elsewhere.constraints.allowed = Some([WorkerId(3 - home)].into());
-    let moved = entrance.admit(elsewhere, Some(&word("s")), |_| {}).await.unwrap();
+    let moved = entrance
+        .admit(elsewhere, Some(&word("s")), |_| {})
+        .await
+        .unwrap();
     assert_eq!(moved.session.unwrap().target().worker, WorkerId(3 - home));
 }
 
@@ -285,6 +423,9 @@ async fn what_has_no_prompt_goes_past_the_queue() {
     let _held = admit(&entrance, 0, None).await;
     let because = crate::router::Reason::NotInference;
     let models = RouteRequest::new(None, Prompt::Estimated { tokens: 0, because });
-    let admitted = entrance.admit(models, None, |_| panic!("it waits")).await.unwrap();
+    let admitted = entrance
+        .admit(models, None, |_| panic!("it waits"))
+        .await
+        .unwrap();
     assert_eq!(chosen(&admitted), 1);
 }

@@ -16,7 +16,9 @@ use super::reject::{Refused, Unchecked};
 use crate::disagg::Bypass;
 use crate::intake::{Body, Taken};
 use crate::openai::{Api, Shape};
-use crate::prefill::{self, Call, Called, Cleaned, Copy, Given, Handing, Met, Mirror, Mirrored, Unfit, Wanted};
+use crate::prefill::{
+    self, Call, Called, Cleaned, Copy, Given, Handing, Met, Mirror, Mirrored, Unfit, Wanted,
+};
 use crate::router::{Decoders, Router, Step};
 use crate::worker::{ModelName, Role};
 
@@ -71,8 +73,16 @@ pub enum Remote {
 impl Prefills {
     /// Takes out of a request what only we may say; the body, if that made it another. Whatever may say it unseen is not let
     /// through: it would be a way to what other clients said.
-    pub(super) fn clean(&self, taken: &Taken, body: &mut Body) -> Result<Option<Bytes>, Refused<'static>> {
-        let concerned = taken.request.model.as_ref().is_none_or(|model| self.ways.contains_key(model));
+    pub(super) fn clean(
+        &self,
+        taken: &Taken,
+        body: &mut Body,
+    ) -> Result<Option<Bytes>, Refused<'static>> {
+        let concerned = taken
+            .request
+            .model
+            .as_ref()
+            .is_none_or(|model| self.ways.contains_key(model));
         if self.ways.is_empty() || self.trusting || !concerned {
             return Ok(None);
         }
@@ -87,16 +97,26 @@ impl Prefills {
                 Cleaned::Unreadable if refuses => Err(Refused::Unchecked(Unchecked::Unreadable)),
                 Cleaned::Unreadable => Ok(None),
             },
-            Body::Cut { .. } | Body::TooLarge { .. } if refuses => Err(Refused::Unchecked(Unchecked::TooLarge)),
+            Body::Cut { .. } | Body::TooLarge { .. } if refuses => {
+                Err(Refused::Unchecked(Unchecked::TooLarge))
+            }
             Body::Shed { .. } if refuses => Err(Refused::Unchecked(Unchecked::NoRoom)),
             _ => Ok(None),
         }
     }
 
     /// Plans for one request; what cannot be divided is to stay together.
-    pub(super) fn plan(&self, taken: &mut Taken, head: &RequestHead, body: &Body, router: &Router) -> Plan<'_> {
+    pub(super) fn plan(
+        &self,
+        taken: &mut Taken,
+        head: &RequestHead,
+        body: &Body,
+        router: &Router,
+    ) -> Plan<'_> {
         let model = taken.request.model.as_ref();
-        let Some(way) = model.and_then(|model| self.ways.get(model)) else { return Plan::Named };
+        let Some(way) = model.and_then(|model| self.ways.get(model)) else {
+            return Plan::Named;
+        };
         let has_prefills = model.is_some_and(|model| has_prefills(router, model));
         if let Way::Mirror(_) = way {
             // SGLang's decode workers refuse what brings no room.
@@ -105,7 +125,11 @@ impl Prefills {
         if taken.query || !has_prefills {
             return Plan::Named;
         }
-        let planned = if let Body::Whole(body) = body { self.divide(way, taken, head, body) } else { Err(Unfit::Body) };
+        let planned = if let Body::Whole(body) = body {
+            self.divide(way, taken, head, body)
+        } else {
+            Err(Unfit::Body)
+        };
         planned.unwrap_or_else(|unfit| {
             debug!(request_id = head.request_id, %unfit, "one worker does both phases");
             taken.request.step = Step::Together(Bypass::NotHandedOver);
@@ -113,22 +137,39 @@ impl Prefills {
         })
     }
 
-    fn divide<'p>(&self, way: &'p Way, taken: &mut Taken, head: &RequestHead, body: &Bytes) -> Result<Plan<'p>, Unfit> {
+    fn divide<'p>(
+        &self,
+        way: &'p Way,
+        taken: &mut Taken,
+        head: &RequestHead,
+        body: &Bytes,
+    ) -> Result<Plan<'p>, Unfit> {
         match way {
             Way::Call(call) => {
                 let handing = Handing::new(taken.api, call.protocol, body)?;
                 taken.request.step = Step::PrefillFirst { failed: Vec::new() };
                 let request = taken.request.clone();
-                let wanted = Wanted { request, handing, headers: self.headers(head), at: None };
+                let wanted = Wanted {
+                    request,
+                    handing,
+                    headers: self.headers(head),
+                    at: None,
+                };
                 Ok(Plan::Call(call, taken.api, Box::new(wanted)))
             }
             Way::Mirror(mirror) => {
                 prefill::fits(taken.api, body)?;
                 // An answer in one piece shows nothing of the prefill, so that is to be seen in another way.
                 let path = prefill::path(taken.api.ok_or(Unfit::Api)?);
-                let copy = || Copy { path: path.to_owned(), headers: self.headers(head), at: None };
+                let copy = || Copy {
+                    path: path.to_owned(),
+                    headers: self.headers(head),
+                    at: None,
+                };
                 let copy = (!prefill::streams(body)).then(copy);
-                let credentials = head.get("authorization").and_then(|value| HeaderValue::from_str(&value).ok());
+                let credentials = head
+                    .get("authorization")
+                    .and_then(|value| HeaderValue::from_str(&value).ok());
                 let given = Given::new(taken.request.clone(), credentials);
                 Ok(Plan::Meet(mirror, body.clone(), Box::new((given, copy))))
             }
@@ -139,7 +180,9 @@ impl Prefills {
     pub(super) fn headers(&self, head: &RequestHead) -> reqwest::header::HeaderMap {
         let sent = head.all.headers.iter();
         let sent = sent.map(|header| (header.key.as_str(), headers::bytes(header)));
-        let mut map = prefill::forwarded(sent, |name| self.contract.reserved().any(|reserved| reserved == name));
+        let mut map = prefill::forwarded(sent, |name| {
+            self.contract.reserved().any(|reserved| reserved == name)
+        });
         // One that came without a name has got one.
         if let Ok(name) = head.request_id.parse() {
             map.insert(headers::REQUEST_ID, name);
@@ -170,14 +213,32 @@ impl Plan<'_> {
 
 impl From<Met> for Carriage {
     /// Both workers get the room to meet in, and Envoy the address of the second, if it makes the copy.
-    fn from(Met { body, prefill, mirrored }: Met) -> Self {
-        let copy = mirrored.cluster().map(|cluster| Copied { cluster, to: prefill });
-        Self { body: Some(body), copy, remote: Some(Remote::Meets(Box::new(mirrored))) }
+    fn from(
+        Met {
+            body,
+            prefill,
+            mirrored,
+        }: Met,
+    ) -> Self {
+        let copy = mirrored.cluster().map(|cluster| Copied {
+            cluster,
+            to: prefill,
+        });
+        Self {
+            body: Some(body),
+            copy,
+            remote: Some(Remote::Meets(Box::new(mirrored))),
+        }
     }
 }
 
 fn has_prefills(router: &Router, model: &ModelName) -> bool {
     let fleet = router.fleet();
-    let members = fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot));
-    members.into_iter().any(|member| member.worker.role == Role::Prefill)
+    let members = fleet
+        .serving(model)
+        .iter()
+        .filter_map(|slot| fleet.member(*slot));
+    members
+        .into_iter()
+        .any(|member| member.worker.role == Role::Prefill)
 }

@@ -49,7 +49,13 @@ pub struct ListenConfig {
 
 impl Default for ListenConfig {
     fn default() -> Self {
-        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None, tls: None, unprotected: false }
+        Self {
+            tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()),
+            unix: None,
+            health: None,
+            tls: None,
+            unprotected: false,
+        }
     }
 }
 
@@ -59,7 +65,8 @@ impl ListenConfig {
         let too_long = |path: &&Path| path.as_os_str().len() > LONGEST_SOCKET_PATH;
         let mut problems = Vec::new();
         if self.tcp.is_none() && self.unix.is_none() {
-            let text = "neither `tcp` nor `unix` is given, so Envoy could not reach us; give at least one";
+            let text =
+                "neither `tcp` nor `unix` is given, so Envoy could not reach us; give at least one";
             problems.push(Problem::at([], text));
         }
         if let Some(path) = self.unix.as_deref().filter(too_long) {
@@ -72,9 +79,16 @@ impl ListenConfig {
         }
         if let Some(tls) = &self.tls {
             if self.tcp.is_none() {
-                problems.push(Problem::of("tls", "TLS is for `tcp`, which is not given; give it, or leave this out"));
+                problems.push(Problem::of(
+                    "tls",
+                    "TLS is for `tcp`, which is not given; give it, or leave this out",
+                ));
             }
-            problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
+            problems.extend(
+                tls.problems()
+                    .into_iter()
+                    .map(|problem| problem.within("tls")),
+            );
         }
         if let Some(listen) = self.tcp {
             let exposure = ListenerExposure {
@@ -160,27 +174,42 @@ impl LimitsConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.body.0 == 0 {
-            problems.push(Problem::of("body", "no request would fit a limit of 0; the default is 32MiB"));
+            problems.push(Problem::of(
+                "body",
+                "no request would fit a limit of 0; the default is 32MiB",
+            ));
         }
         if self.exchange_deadline.get().is_zero() {
             let text = "no request could be routed within 0s; the default is 800ms";
             problems.push(Problem::of("exchange_deadline", text));
         }
         if self.upload.get().is_zero() {
-            problems.push(Problem::of("upload", "no body would come within 0s; the default is 30s"));
+            problems.push(Problem::of(
+                "upload",
+                "no body would come within 0s; the default is 30s",
+            ));
         }
         if self.held_bodies.0 < self.body.0 {
             let text = "is less than `limits.body`, so that one request could be too many; the default is 1GiB";
             problems.push(Problem::of("held_bodies", text));
         }
         if self.connections == 0 {
-            problems.push(Problem::of("connections", "nobody could connect; the default is 1024"));
+            problems.push(Problem::of(
+                "connections",
+                "nobody could connect; the default is 1024",
+            ));
         }
         if self.connections_per_peer == 0 {
-            problems.push(Problem::of("connections_per_peer", "no client could connect; the default is 512"));
+            problems.push(Problem::of(
+                "connections_per_peer",
+                "no client could connect; the default is 512",
+            ));
         }
         if self.handshake.get().is_zero() {
-            problems.push(Problem::of("handshake", "nobody could connect within 0s; the default is 10s"));
+            problems.push(Problem::of(
+                "handshake",
+                "nobody could connect within 0s; the default is 10s",
+            ));
         }
         if self.header_list < LEAST_HEADER_LIST || self.header_list > MOST_HEADER_LIST {
             let text = format!(
@@ -190,7 +219,10 @@ impl LimitsConfig {
             problems.push(Problem::of("header_list", text));
         }
         if self.streams == Some(0) {
-            problems.push(Problem::of("streams", "no exchange could begin; leave this out for no bound"));
+            problems.push(Problem::of(
+                "streams",
+                "no exchange could begin; leave this out for no bound",
+            ));
         }
         problems
     }
@@ -201,9 +233,20 @@ impl LimitsConfig {
         let per_peer = self.connections_per_peer as usize;
         let header_list = usize::try_from(self.header_list.0).unwrap_or(usize::MAX);
         // h2 answers a longer header list with status 431 and reads on, so the filter has to follow such a block as well.
-        let header_block = header_list.saturating_mul(2).saturating_add(HTTP2_FRAME as usize);
-        let connections = ConnectionLimits { total, per_peer, quiet };
-        ListenerLimits { connections, handshake: self.handshake.get(), idle, header_block }
+        let header_block = header_list
+            .saturating_mul(2)
+            .saturating_add(HTTP2_FRAME as usize);
+        let connections = ConnectionLimits {
+            total,
+            per_peer,
+            quiet,
+        };
+        ListenerLimits {
+            connections,
+            handshake: self.handshake.get(),
+            idle,
+            header_block,
+        }
     }
 }
 
@@ -223,6 +266,11 @@ pub struct ResponseConfig {
 
 impl Default for ResponseConfig {
     fn default() -> Self {
-        Self { mode_header: true, worker_header: false, prediction_header: false, why_header: false }
+        Self {
+            mode_header: true,
+            worker_header: false,
+            prediction_header: false,
+            why_header: false,
+        }
     }
 }

@@ -95,7 +95,10 @@ impl Edit {
     /// The same with another body in place of what there was.
     pub(super) fn with(before: Option<Self>, body: Option<Bytes>) -> Option<Self> {
         let Some(body) = body else { return before };
-        Some(Self { body, restore: before.and_then(|edit| edit.restore) })
+        Some(Self {
+            body,
+            restore: before.and_then(|edit| edit.restore),
+        })
     }
 }
 
@@ -110,7 +113,12 @@ pub struct Renamed {
 
 impl From<Steer> for Directions {
     fn from(steer: Steer) -> Self {
-        Self { steer, edit: None, copy: None, first_token_with_headers: false }
+        Self {
+            steer,
+            edit: None,
+            copy: None,
+            first_token_with_headers: false,
+        }
     }
 }
 
@@ -137,8 +145,17 @@ struct Context {
 
 impl Context {
     fn inbound(&self, head: RequestHead, body: Body) -> Effect {
-        let pool = self.pool.as_deref().map(Arc::from).or_else(|| self.start.pool.clone());
-        Effect::Route(Inbound { head, body, subset: self.subset.clone(), pool })
+        let pool = self
+            .pool
+            .as_deref()
+            .map(Arc::from)
+            .or_else(|| self.start.pool.clone());
+        Effect::Route(Inbound {
+            head,
+            body,
+            subset: self.subset.clone(),
+            pool,
+        })
     }
 }
 
@@ -147,7 +164,15 @@ impl Exchange {
     pub fn new(options: Arc<Options>, start: Start) -> Self {
         let modes = options.assumed;
         Self {
-            context: Context { options, start, modes, subset: None, pool: None, directions: None, served_by: None },
+            context: Context {
+                options,
+                start,
+                modes,
+                subset: None,
+                pool: None,
+                directions: None,
+                served_by: None,
+            },
             request: RequestSide::Start,
             response: ResponseSide::Waiting,
         }
@@ -156,7 +181,10 @@ impl Exchange {
     /// Takes over what Envoy says of its configuration, with its first message.
     pub fn configure(&mut self, modes: Modes) {
         // Later on it would change what is owed already.
-        if matches!((&self.request, &self.response), (RequestSide::Start, ResponseSide::Waiting)) {
+        if matches!(
+            (&self.request, &self.response),
+            (RequestSide::Start, ResponseSide::Waiting)
+        ) {
             self.context.modes = modes;
         }
     }
@@ -224,7 +252,8 @@ impl Exchange {
         let effects = self.request.on_oversize_body(&self.context);
         let Modes { request, response } = self.context.modes;
         let request_bytes = request.is_sent_back() && !self.request.has_ended();
-        let is_lost = effects.is_empty() && (self.request.awaits_route() || request_bytes || response.is_sent_back());
+        let is_lost = effects.is_empty()
+            && (self.request.awaits_route() || request_bytes || response.is_sent_back());
         (!is_lost).then_some(effects)
     }
 
@@ -272,7 +301,9 @@ impl Exchange {
     /// Asks Envoy to wait so long for the route. It listens once only, and where it waits without limit anyway there is
     /// nothing to ask.
     pub fn hold(&self, wait: Duration) -> Option<Effect> {
-        self.request.is_waited_for().then(|| reply(mutation::hold(wait)))
+        self.request
+            .is_waited_for()
+            .then(|| reply(mutation::hold(wait)))
     }
 }
 

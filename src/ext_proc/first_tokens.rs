@@ -29,7 +29,11 @@ impl FirstTokens {
     pub(super) fn expect(self: &Arc<Self>, name: String) -> Awaited {
         let seen = Arc::new(Notify::new());
         self.waiting.insert(name.clone(), seen.clone());
-        Awaited { name, seen, among: self.clone() }
+        Awaited {
+            name,
+            seen,
+            among: self.clone(),
+        }
     }
 
     /// The first token of the exchange of this name was seen; says whether anybody had waited for it.

@@ -45,18 +45,29 @@ mod tests {
     use super::*;
 
     fn response(from: AnsweredBy, has_upstream_time: bool) -> ResponseHead {
-        ResponseHead { status: 503, from, has_upstream_time, ..ResponseHead::default() }
+        ResponseHead {
+            status: 503,
+            from,
+            has_upstream_time,
+            ..ResponseHead::default()
+        }
     }
 
     #[test]
     fn missing_header_proves_envoy_only_where_shown_before() {
         let gateway = GatewayTraits::default();
         let mut unmarked = response(AnsweredBy::Ambiguous, false);
-        assert_eq!(gateway.attribute(&mut unmarked), ResponseAttribution::Undecided);
+        assert_eq!(
+            gateway.attribute(&mut unmarked),
+            ResponseAttribution::Undecided
+        );
         assert_eq!(unmarked.from, AnsweredBy::Unknown);
 
         let mut marked = response(AnsweredBy::Unknown, true);
-        assert_eq!(gateway.clone().attribute(&mut marked), ResponseAttribution::Known);
+        assert_eq!(
+            gateway.clone().attribute(&mut marked),
+            ResponseAttribution::Known
+        );
         assert_eq!(marked.from, AnsweredBy::Unknown);
 
         let mut unmarked = response(AnsweredBy::Ambiguous, false);
@@ -64,6 +75,9 @@ mod tests {
         assert_eq!(unmarked.from, AnsweredBy::Envoy);
 
         let mut elsewhere = response(AnsweredBy::Ambiguous, false);
-        assert_eq!(GatewayTraits::default().attribute(&mut elsewhere), ResponseAttribution::Undecided);
+        assert_eq!(
+            GatewayTraits::default().attribute(&mut elsewhere),
+            ResponseAttribution::Undecided
+        );
     }
 }

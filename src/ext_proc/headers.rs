@@ -85,8 +85,17 @@ impl RequestHead {
 
     /// The last value of a header that is not blank; a blank one where there is no other.
     pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        let values = || self.all.headers.iter().rev().filter(|header| header.key.eq_ignore_ascii_case(name)).map(text);
-        values().find(|value| !value.trim().is_empty()).or_else(|| values().next())
+        let values = || {
+            self.all
+                .headers
+                .iter()
+                .rev()
+                .filter(|header| header.key.eq_ignore_ascii_case(name))
+                .map(text)
+        };
+        values()
+            .find(|value| !value.trim().is_empty())
+            .or_else(|| values().next())
     }
 }
 
@@ -124,13 +133,19 @@ impl ResponseHead {
     /// Reads the head of a response; `attributes` as the configuration asks Envoy to send them.
     pub fn read(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
         let said = answered_by(attributes);
-        let mut head = Self { from: said.unwrap_or_default(), ..Self::default() };
+        let mut head = Self {
+            from: said.unwrap_or_default(),
+            ..Self::default()
+        };
         let mut is_of_engine = false;
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
                 ":status" => head.status = text(header).parse().unwrap_or(0),
                 "content-type" => {
-                    head.event_stream = text(header).trim_start().to_ascii_lowercase().starts_with("text/event-stream");
+                    head.event_stream = text(header)
+                        .trim_start()
+                        .to_ascii_lowercase()
+                        .starts_with("text/event-stream");
                 }
                 // Envoy's router adds the first to responses of workers, and the second to requests that it refused to send.
                 "x-envoy-upstream-service-time" => head.has_upstream_time = true,
@@ -140,7 +155,8 @@ impl ResponseHead {
                 _ => {}
             }
         }
-        let is_ambiguous = said.is_none() && head.status == 503 && !is_of_engine && !head.has_upstream_time;
+        let is_ambiguous =
+            said.is_none() && head.status == 503 && !is_of_engine && !head.has_upstream_time;
         if is_ambiguous && head.from == AnsweredBy::Unknown {
             head.from = AnsweredBy::Ambiguous;
         }
@@ -179,7 +195,11 @@ fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
     match (flags, find(attributes, UPSTREAM)) {
         (Some(flags), _) if flags & UNREACHABLE != 0 => Some(AnsweredBy::Envoy),
         (Some(1..), _) => Some(AnsweredBy::Policy),
-        (_, Some(Kind::StringValue(address))) => Some(address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker)),
+        (_, Some(Kind::StringValue(address))) => Some(
+            address
+                .parse()
+                .map_or(AnsweredBy::Unknown, AnsweredBy::Worker),
+        ),
         (Some(_), _) => Some(AnsweredBy::Unknown),
         (None, _) => None,
     }
@@ -194,17 +214,27 @@ pub(super) fn upstream(attributes: &HashMap<String, Struct>) -> Option<Endpoint>
 }
 
 fn find<'a>(attributes: &'a HashMap<String, Struct>, name: &str) -> Option<&'a Kind> {
-    attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref())
+    attributes
+        .values()
+        .find_map(|group| group.fields.get(name)?.kind.as_ref())
 }
 
 /// Envoy fills `raw_value`; other gateways still fill the older text field.
 /// The value of a header as it came.
 pub(super) fn bytes(header: &HeaderValue) -> &[u8] {
-    if header.raw_value.is_empty() { header.value.as_bytes() } else { &header.raw_value }
+    if header.raw_value.is_empty() {
+        header.value.as_bytes()
+    } else {
+        &header.raw_value
+    }
 }
 
 fn text(header: &HeaderValue) -> Cow<'_, str> {
-    if header.raw_value.is_empty() { Cow::Borrowed(&header.value) } else { String::from_utf8_lossy(&header.raw_value) }
+    if header.raw_value.is_empty() {
+        Cow::Borrowed(&header.value)
+    } else {
+        String::from_utf8_lossy(&header.raw_value)
+    }
 }
 
 #[cfg(test)]
@@ -213,15 +243,35 @@ mod tests {
 
     use super::*;
 
-    fn from(status: u16, named: Option<&str>, flags: Option<u64>, address: Option<&str>) -> AnsweredBy {
-        let header = |key: &str, value: String| HeaderValue { key: key.to_owned(), value, ..HeaderValue::default() };
+    fn from(
+        status: u16,
+        named: Option<&str>,
+        flags: Option<u64>,
+        address: Option<&str>,
+    ) -> AnsweredBy {
+        let header = |key: &str, value: String| HeaderValue {
+            key: key.to_owned(),
+            value,
+            ..HeaderValue::default()
+        };
         let status = header(":status", status.to_string());
-        let headers = [status].into_iter().chain(named.map(|name| header(name, "1".to_owned()))).collect();
+        let headers = [status]
+            .into_iter()
+            .chain(named.map(|name| header(name, "1".to_owned())))
+            .collect();
         let mut group = Struct::default();
-        let mut add = |name: &str, kind| group.fields.insert(name.to_owned(), Value { kind: Some(kind) });
+        let mut add = |name: &str, kind| {
+            group
+                .fields
+                .insert(name.to_owned(), Value { kind: Some(kind) })
+        };
         flags.map(|flags| add("response.flags", Kind::NumberValue(flags as f64)));
         address.map(|address| add("upstream.address", Kind::StringValue(address.to_owned())));
-        ResponseHead::read(Some(&HeaderMap { headers }), &[(String::new(), group)].into()).from
+        ResponseHead::read(
+            Some(&HeaderMap { headers }),
+            &[(String::new(), group)].into(),
+        )
+        .from
     }
 
     #[test]
@@ -243,7 +293,11 @@ mod tests {
             (1 << 11, AnsweredBy::Policy),
             (1 << 12, AnsweredBy::Policy),
         ] {
-            assert_eq!(from(503, None, Some(flags), Some(WORKER)), expected, "{flags:#x}");
+            assert_eq!(
+                from(503, None, Some(flags), Some(WORKER)),
+                expected,
+                "{flags:#x}"
+            );
         }
         assert_eq!(from(503, None, Some(0), None), AnsweredBy::Unknown);
     }
@@ -260,7 +314,11 @@ mod tests {
             (429, None, AnsweredBy::Unknown),
             (200, None, AnsweredBy::Unknown),
         ] {
-            assert_eq!(from(status, named, None, None), expected, "{status} {named:?}");
+            assert_eq!(
+                from(status, named, None, None),
+                expected,
+                "{status} {named:?}"
+            );
         }
     }
 
@@ -280,7 +338,9 @@ mod tests {
                 raw_value: value.as_bytes().to_vec(),
                 ..HeaderValue::default()
             };
-            let head = RequestHead::read(Some(HeaderMap { headers: values.iter().map(header).collect() }));
+            let head = RequestHead::read(Some(HeaderMap {
+                headers: values.iter().map(header).collect(),
+            }));
             assert_eq!(head.get("x-tenant").as_deref(), expected, "{values:?}");
         }
     }

@@ -23,12 +23,18 @@ pub(super) struct Share {
 impl Held {
     /// Nothing is held yet.
     pub(super) fn new(metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { bytes: AtomicUsize::new(0), metrics })
+        Arc::new(Self {
+            bytes: AtomicUsize::new(0),
+            metrics,
+        })
     }
 
     /// The share of one exchange.
     pub(super) fn share(self: &Arc<Self>) -> Share {
-        Share { held: self.clone(), bytes: 0 }
+        Share {
+            held: self.clone(),
+            bytes: 0,
+        }
     }
 }
 
@@ -41,9 +47,13 @@ impl Share {
         let held = &self.held;
         let all = match bytes.checked_sub(self.bytes) {
             Some(more) => held.bytes.fetch_add(more, Ordering::Relaxed) + more,
-            None => held.bytes.fetch_sub(self.bytes - bytes, Ordering::Relaxed) - (self.bytes - bytes),
+            None => {
+                held.bytes.fetch_sub(self.bytes - bytes, Ordering::Relaxed) - (self.bytes - bytes)
+            }
         };
-        held.metrics.held_body_bytes.inc_by(bytes as i64 - self.bytes as i64);
+        held.metrics
+            .held_body_bytes
+            .inc_by(bytes as i64 - self.bytes as i64);
         self.bytes = bytes;
         all > most
     }
@@ -72,7 +82,12 @@ impl Held {
     pub(super) fn keep(self: &Arc<Self>, bytes: Bytes, most: usize) -> Option<Bytes> {
         let mut share = self.share();
         let over = share.set(bytes.len(), most);
-        (!over).then(|| Bytes::from_owner(Counted { bytes, _share: share }))
+        (!over).then(|| {
+            Bytes::from_owner(Counted {
+                bytes,
+                _share: share,
+            })
+        })
     }
 }
 
@@ -85,7 +100,10 @@ mod tests {
         let metrics = Arc::new(Metrics::new());
         let held = Held::new(metrics.clone());
         let body = held.keep(Bytes::from_static(b"12345"), 8).unwrap();
-        assert!(held.keep(Bytes::from_static(b"1234"), 8).is_none(), "9 of 8");
+        assert!(
+            held.keep(Bytes::from_static(b"1234"), 8).is_none(),
+            "9 of 8"
+        );
         let part = body.slice(1..3);
         drop(body);
         assert_eq!((&*part, metrics.held_body_bytes.get()), (&b"23"[..], 5));
@@ -105,6 +123,12 @@ mod tests {
         drop(one);
         assert_eq!(metrics.held_body_bytes.get(), 50);
         drop(other);
-        assert_eq!((metrics.held_body_bytes.get(), held.bytes.load(Ordering::Relaxed)), (0, 0));
+        assert_eq!(
+            (
+                metrics.held_body_bytes.get(),
+                held.bytes.load(Ordering::Relaxed)
+            ),
+            (0, 0)
+        );
     }
 }

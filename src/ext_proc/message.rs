@@ -70,7 +70,10 @@ pub struct Modes {
 impl Default for Modes {
     /// The measured default configuration, for gateways that do not say how they are configured.
     fn default() -> Self {
-        Self { request: BodyMode::Buffered, response: BodyMode::None }
+        Self {
+            request: BodyMode::Buffered,
+            response: BodyMode::None,
+        }
     }
 }
 
@@ -119,25 +122,36 @@ impl Incoming {
     }
 
     fn read_asked(wire: Asked) -> Self {
-        let modes = wire
-            .protocol_config
-            .map(|config| Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) });
-        let to = headers::upstream(&wire.attributes).filter(|_| matches!(wire.part, Some(Part::RequestHeaders(_))));
-        let told = Told { to, ..Told::read(wire.metadata_context.as_ref()) };
+        let modes = wire.protocol_config.map(|config| Modes {
+            request: mode(config.request_body_mode),
+            response: mode(config.response_body_mode),
+        });
+        let to = headers::upstream(&wire.attributes)
+            .filter(|_| matches!(wire.part, Some(Part::RequestHeaders(_))));
+        let told = Told {
+            to,
+            ..Told::read(wire.metadata_context.as_ref())
+        };
         let message = wire.part.map(|part| match part {
-            Part::RequestHeaders(headers) => {
-                Message::RequestHeaders { head: RequestHead::read(headers.headers), end: headers.end_of_stream }
-            }
+            Part::RequestHeaders(headers) => Message::RequestHeaders {
+                head: RequestHead::read(headers.headers),
+                end: headers.end_of_stream,
+            },
             Part::RequestBody(piece) => Message::RequestBody(piece),
             Part::RequestTrailers(_) => Message::RequestTrailers,
             Part::ResponseHeaders(headers) => Message::ResponseHeaders {
-                head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes).served_by(told.served.as_deref()),
+                head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes)
+                    .served_by(told.served.as_deref()),
                 end: headers.end_of_stream,
             },
             Part::ResponseBody(piece) => Message::ResponseBody(piece),
             Part::ResponseTrailers(_) => Message::ResponseTrailers,
         });
-        Self { modes, told, message }
+        Self {
+            modes,
+            told,
+            message,
+        }
     }
 }
 

@@ -43,8 +43,11 @@ pub struct Told {
 impl Told {
     /// Reads the metadata of a message.
     pub fn read(metadata: Option<&Metadata>) -> Self {
-        let Some(metadata) = metadata else { return Self::default() };
-        let find = |namespace: &str, key: &str| metadata.filter_metadata.get(namespace)?.fields.get(key);
+        let Some(metadata) = metadata else {
+            return Self::default();
+        };
+        let find =
+            |namespace: &str, key: &str| metadata.filter_metadata.get(namespace)?.fields.get(key);
         Self {
             subset: find(SUBSET_HINT, SUBSET).map(subset),
             pool: find(OURS, POOL).and_then(text),
@@ -88,11 +91,19 @@ mod tests {
         let told = |namespace: &str, kind: Kind| {
             let fields = [(POOL.to_owned(), Value { kind: Some(kind) })].into();
             let filter_metadata = [(namespace.to_owned(), Struct { fields })].into();
-            Told::read(Some(&Metadata { filter_metadata, ..Metadata::default() })).pool
+            Told::read(Some(&Metadata {
+                filter_metadata,
+                ..Metadata::default()
+            }))
+            .pool
         };
         let text = |text: &str| Kind::StringValue(text.to_owned());
         assert_eq!(told(OURS, text("ns/p")).as_deref(), Some("ns/p"));
-        for (namespace, kind) in [(LB, text("p")), (OURS, text("")), (OURS, Kind::BoolValue(true))] {
+        for (namespace, kind) in [
+            (LB, text("p")),
+            (OURS, text("")),
+            (OURS, Kind::BoolValue(true)),
+        ] {
             assert_eq!(told(namespace, kind), None);
         }
     }

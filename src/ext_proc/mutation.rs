@@ -7,12 +7,14 @@ use std::time::Duration;
 use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
 use envoy_types::pb::envoy::config::core::v3::{HeaderValue, HeaderValueOption};
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
-use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{BodySendMode, HeaderSendMode};
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
+    BodySendMode, HeaderSendMode,
+};
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ImmediateResponse, ProcessingResponse,
-    StreamedBodyResponse, TrailersResponse,
+    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ImmediateResponse,
+    ProcessingResponse, StreamedBodyResponse, TrailersResponse,
 };
 use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::google::protobuf::value::Kind;
@@ -56,7 +58,10 @@ pub struct HeaderChanges {
 impl HeaderChanges {
     /// Removes headers.
     pub fn removing(names: Vec<Name>) -> Self {
-        Self { set: Vec::new(), remove: names }
+        Self {
+            set: Vec::new(),
+            remove: names,
+        }
     }
 
     /// Removes one header more.
@@ -76,7 +81,11 @@ impl HeaderChanges {
             return None;
         }
         let option = |(key, value): (Name, String)| HeaderValueOption {
-            header: Some(HeaderValue { key: key.to_string(), raw_value: value.into_bytes(), ..HeaderValue::default() }),
+            header: Some(HeaderValue {
+                key: key.to_string(),
+                raw_value: value.into_bytes(),
+                ..HeaderValue::default()
+            }),
             append_action: HeaderAppendAction::OverwriteIfExistsOrAdd.into(),
             ..HeaderValueOption::default()
         };
@@ -108,31 +117,50 @@ pub fn immediate(answer: &Immediate) -> ProcessingResponse {
         changes.set(*name, value.clone());
     }
     let response = ImmediateResponse {
-        status: Some(HttpStatus { code: answer.status.into() }),
+        status: Some(HttpStatus {
+            code: answer.status.into(),
+        }),
         headers: changes.wire(),
         body: answer.body.clone(),
         details: answer.details.to_owned(),
         ..ImmediateResponse::default()
     };
-    ProcessingResponse { response: Some(Response::ImmediateResponse(response)), ..ProcessingResponse::default() }
+    ProcessingResponse {
+        response: Some(Response::ImmediateResponse(response)),
+        ..ProcessingResponse::default()
+    }
 }
 
 /// Asks Envoy to wait so long for the next answer. It has to come before that answer, alone, and Envoy takes it once.
 pub fn hold(wait: Duration) -> ProcessingResponse {
     let seconds = i64::try_from(wait.as_secs()).unwrap_or(i64::MAX);
-    let timeout = envoy_types::pb::google::protobuf::Duration { seconds, nanos: wait.subsec_nanos() as i32 };
-    ProcessingResponse { override_message_timeout: Some(timeout), ..ProcessingResponse::default() }
+    let timeout = envoy_types::pb::google::protobuf::Duration {
+        seconds,
+        nanos: wait.subsec_nanos() as i32,
+    };
+    ProcessingResponse {
+        override_message_timeout: Some(timeout),
+        ..ProcessingResponse::default()
+    }
 }
 
 /// Lets one message go on, with changed headers.
 pub fn go_on(to: To, changes: HeaderChanges) -> ProcessingResponse {
-    wrap(to, CommonResponse { header_mutation: changes.wire(), ..CommonResponse::default() })
+    wrap(
+        to,
+        CommonResponse {
+            header_mutation: changes.wire(),
+            ..CommonResponse::default()
+        },
+    )
 }
 
 /// The same with another body in place of the one that came.
 pub fn with_body(mut reply: ProcessingResponse, body: Vec<u8>) -> ProcessingResponse {
     if let Some(common) = common(&mut reply) {
-        common.body_mutation = Some(BodyMutation { mutation: Some(Mutation::Body(body)) });
+        common.body_mutation = Some(BodyMutation {
+            mutation: Some(Mutation::Body(body)),
+        });
     }
     reply
 }
@@ -147,7 +175,9 @@ pub fn with_new_route(mut reply: ProcessingResponse) -> ProcessingResponse {
 
 fn common(reply: &mut ProcessingResponse) -> Option<&mut CommonResponse> {
     match reply.response.as_mut()? {
-        Response::RequestHeaders(headers) | Response::ResponseHeaders(headers) => headers.response.as_mut(),
+        Response::RequestHeaders(headers) | Response::ResponseHeaders(headers) => {
+            headers.response.as_mut()
+        }
         Response::RequestBody(body) | Response::ResponseBody(body) => body.response.as_mut(),
         _ => None,
     }
@@ -180,8 +210,16 @@ pub fn message(to: To, piece: &Piece) -> ProcessingResponse {
 }
 
 fn send_back(to: To, streamed: StreamedBodyResponse) -> ProcessingResponse {
-    let mutation = BodyMutation { mutation: Some(Mutation::StreamedResponse(streamed)) };
-    wrap(to, CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() })
+    let mutation = BodyMutation {
+        mutation: Some(Mutation::StreamedResponse(streamed)),
+    };
+    wrap(
+        to,
+        CommonResponse {
+            body_mutation: Some(mutation),
+            ..CommonResponse::default()
+        },
+    )
 }
 
 /// The replies to a part of a body that is not changed.
@@ -219,16 +257,28 @@ pub fn with_destination(
 ) -> ProcessingResponse {
     let steer = &directions.steer;
     let mut fields = HashMap::from([
-        (headers::ENDPOINT.to_owned(), text(endpoints(to.endpoint, &steer.fallbacks))),
+        (
+            headers::ENDPOINT.to_owned(),
+            text(endpoints(to.endpoint, &steer.fallbacks)),
+        ),
         ("worker_id".to_owned(), text(to.rank.worker.to_string())),
     ]);
     if let Some(copy) = &directions.copy {
-        fields.insert(headers::PREFILL_DESTINATION.to_owned(), text(copy.to.to_string()));
+        fields.insert(
+            headers::PREFILL_DESTINATION.to_owned(),
+            text(copy.to.to_string()),
+        );
     }
     if !steer.scores.is_empty() {
         // Gateways take more for better.
-        let score = |cost: f64| Value { kind: Some(Kind::NumberValue(1.0 / (1.0 + cost.max(0.0)))) };
-        let scores = steer.scores.iter().map(|(endpoint, cost)| (endpoint.to_string(), score(*cost))).collect();
+        let score = |cost: f64| Value {
+            kind: Some(Kind::NumberValue(1.0 / (1.0 + cost.max(0.0)))),
+        };
+        let scores = steer
+            .scores
+            .iter()
+            .map(|(endpoint, cost)| (endpoint.to_string(), score(*cost)))
+            .collect();
         fields.insert(SCORES.to_owned(), structure(scores));
     }
     let mut namespaces = HashMap::from([(LB.to_owned(), structure(fields))]);
@@ -241,11 +291,15 @@ pub fn with_destination(
 }
 
 fn text(value: String) -> Value {
-    Value { kind: Some(Kind::StringValue(value)) }
+    Value {
+        kind: Some(Kind::StringValue(value)),
+    }
 }
 
 fn structure(fields: HashMap<String, Value>) -> Value {
-    Value { kind: Some(Kind::StructValue(Struct { fields })) }
+    Value {
+        kind: Some(Kind::StructValue(Struct { fields })),
+    }
 }
 
 /// Asks Envoy to show us the response body, chunk by chunk, of this exchange only; the request body, which may still be
@@ -285,7 +339,10 @@ fn wrap(to: To, response: CommonResponse) -> ProcessingResponse {
         To::ResponseHeaders => Response::ResponseHeaders(HeadersResponse { response }),
         To::ResponseBody => Response::ResponseBody(BodyResponse { response }),
     };
-    ProcessingResponse { response: Some(response), ..ProcessingResponse::default() }
+    ProcessingResponse {
+        response: Some(response),
+        ..ProcessingResponse::default()
+    }
 }
 
 #[cfg(test)]

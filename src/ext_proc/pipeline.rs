@@ -74,7 +74,13 @@ impl Pipeline {
         policy: Policy,
         prefills: Prefills,
     ) -> Arc<Self> {
-        Arc::new(Self { intake, entrance, metrics, policy, prefills })
+        Arc::new(Self {
+            intake,
+            entrance,
+            metrics,
+            policy,
+            prefills,
+        })
     }
 
     /// The way to the router.
@@ -102,7 +108,12 @@ impl Pipeline {
         let started = Instant::now();
         let pool = self.pool_of(&mut inbound);
         let edit = self.rewrite(&mut inbound, pool.as_deref());
-        let Inbound { head, mut body, subset, .. } = inbound;
+        let Inbound {
+            head,
+            mut body,
+            subset,
+            ..
+        } = inbound;
         let header = |name: &str| head.get(name);
         let mut taken = self.intake.take_for(pool, &head.path, &header, &body).await;
         taken.request.constraints.endpoints = self.selected(&head).or(subset);
@@ -131,7 +142,10 @@ impl Pipeline {
         let longest = plan.longest();
         let mut told = Some(told);
         let mut tell = |wait| _ = told.take().map(|told| told(wait + longest));
-        let admitted = self.entrance.admit(taken.request, taken.session.as_ref(), &mut tell).await;
+        let admitted = self
+            .entrance
+            .admit(taken.request, taken.session.as_ref(), &mut tell)
+            .await;
         self.metrics.stage("total", started.elapsed());
         let carried = match admitted {
             Ok(admitted) => self.carry(admitted, plan, tell).await,
@@ -146,7 +160,10 @@ impl Pipeline {
         };
         let route = &admitted.booked.route;
         self.count(route, &model, hashed);
-        let directions = Directions { copy: carriage.copy, ..self.directions(route, Edit::with(edit, carriage.body)) };
+        let directions = Directions {
+            copy: carriage.copy,
+            ..self.directions(route, Edit::with(edit, carriage.body))
+        };
         if enabled!(Level::DEBUG) {
             debug!(
                 request_id = head.request_id,
@@ -158,7 +175,11 @@ impl Pipeline {
             );
         }
         let remote = carriage.remote;
-        Routed::Steered { directions: Box::new(directions), admitted: Some(Box::new(admitted)), remote }
+        Routed::Steered {
+            directions: Box::new(directions),
+            admitted: Some(Box::new(admitted)),
+            remote,
+        }
     }
 
     /// Does of the prefill what is ours to do before Envoy is told where to.
@@ -176,14 +197,27 @@ impl Pipeline {
                 let carrying = Box::pin(call.carry(&self.entrance, *wanted, admitted));
                 let carried = carrying.await.map_err(Refusal::Refused)?;
                 // Who took nothing over can be tried again as it is.
-                let remote = carried.body.is_some().then(|| Remote::Called(Box::new(called)));
-                Ok((carried.admitted, Carriage { body: carried.body, copy: None, remote }))
+                let remote = carried
+                    .body
+                    .is_some()
+                    .then(|| Remote::Called(Box::new(called)));
+                Ok((
+                    carried.admitted,
+                    Carriage {
+                        body: carried.body,
+                        copy: None,
+                        remote,
+                    },
+                ))
             }
             Plan::Meet(mirror, body, meeting) if admitted.booked.route.prefill().is_some() => {
                 let (given, copy) = *meeting;
                 let met = match copy {
                     None => mirror.meet(given, &body, &admitted.booked.route, self.router()),
-                    Some(copy) => mirror.meet_by_us(&self.entrance, &mut admitted, (given, &body, &copy)).await.ok(),
+                    Some(copy) => mirror
+                        .meet_by_us(&self.entrance, &mut admitted, (given, &body, &copy))
+                        .await
+                        .ok(),
                 };
                 let met = met.ok_or(Refusal::Refused(RouteError::NoPrefill))?;
                 Ok((admitted, Carriage::from(met)))
@@ -194,7 +228,10 @@ impl Pipeline {
 
     fn directions(&self, route: &Route, edit: Option<Edit>) -> Directions {
         Directions {
-            steer: Steer { why: self.policy.why.then(|| route.short().into()), ..route.steer() },
+            steer: Steer {
+                why: self.policy.why.then(|| route.short().into()),
+                ..route.steer()
+            },
             edit,
             copy: None,
             first_token_with_headers: self.policy.first_token_with_headers.contains(&route.model),
@@ -204,27 +241,40 @@ impl Pipeline {
     /// The pool that a request is for: by the gateway's word, or else by its own looks.
     fn pool_of(&self, inbound: &mut Inbound) -> Option<Arc<str>> {
         let of_call = inbound.pool.take();
-        of_call.or_else(|| self.intake.pool_of(&inbound.head.path, &|name: &str| inbound.head.get(name)))
+        of_call.or_else(|| {
+            self.intake
+                .pool_of(&inbound.head.path, &|name: &str| inbound.head.get(name))
+        })
     }
 
     /// Replaces the model in the body, if a header or a rule says so, before anything else reads the body.
     fn rewrite(&self, inbound: &mut Inbound, pool: Option<&str>) -> Option<Edit> {
-        let Body::Whole(body) = &inbound.body else { return None };
+        let Body::Whole(body) = &inbound.body else {
+            return None;
+        };
         let header = |name: &str| inbound.head.get(name);
         let rewritten = self.intake.rewrite(pool, &header, body, rand::random())?;
         self.metrics.rewritten_models.inc();
         let served = rewritten.served;
         inbound.body = Body::Whole(rewritten.bytes.clone());
-        Some(Edit { body: rewritten.bytes, restore: rewritten.requested.map(|asked| Renamed { served, asked }) })
+        Some(Edit {
+            body: rewritten.bytes,
+            restore: rewritten.requested.map(|asked| Renamed { served, asked }),
+        })
     }
 
     /// The endpoints that a conformance test wants the choice to be among.
     fn selected(&self, head: &RequestHead) -> Option<Subset> {
-        let selection = head.get(headers::CONFORMANCE_SELECTION).filter(|_| self.policy.conformance)?;
+        let selection = head
+            .get(headers::CONFORMANCE_SELECTION)
+            .filter(|_| self.policy.conformance)?;
         let selected = Subset::parse([&*selection]);
         let fleet = self.router().fleet();
         // Endpoints that nobody has are as good as none.
-        fleet.workers().any(|worker| selected.contains(worker.endpoint)).then_some(selected)
+        fleet
+            .workers()
+            .any(|worker| selected.contains(worker.endpoint))
+            .then_some(selected)
     }
 
     /// Why a request is not even tried, where the operator is strict.
@@ -233,10 +283,15 @@ impl Pipeline {
         let because = taken.request.prompt.because()?;
         let asked = taken.asked_model.as_deref();
         // Work that is none may name a model, too.
-        let unknown = because == Reason::UnknownModel || (asked.is_some() && taken.request.model.is_none());
+        let unknown =
+            because == Reason::UnknownModel || (asked.is_some() && taken.request.model.is_none());
         match because {
-            _ if unknown && failure.strict_models => Some(Refused::UnknownModel(asked.unwrap_or_default())),
-            Reason::Unreadable if failure.strict_bodies => Some(Refused::Unreadable(taken.unreadable.as_deref())),
+            _ if unknown && failure.strict_models => {
+                Some(Refused::UnknownModel(asked.unwrap_or_default()))
+            }
+            Reason::Unreadable if failure.strict_bodies => {
+                Some(Refused::Unreadable(taken.unreadable.as_deref()))
+            }
             Reason::BodyTooLarge if failure.strict_size => Some(Refused::TooLarge),
             _ => None,
         }
@@ -254,7 +309,11 @@ impl Pipeline {
                 self.request(model, "query", "none");
                 Routed::Answered(reject::choice(&route, &taken.tokens))
             }
-            Err(error) => self.refused(&Refused::Routing(&Refusal::Refused(error), failure), head, model),
+            Err(error) => self.refused(
+                &Refused::Routing(&Refusal::Refused(error), failure),
+                head,
+                model,
+            ),
         }
     }
 
@@ -267,49 +326,99 @@ impl Pipeline {
             }
             None => {
                 self.request(model, Steer::PASSTHROUGH.mode.as_str(), "none");
-                Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None, remote: None }
+                Routed::Steered {
+                    directions: Box::new(Steer::PASSTHROUGH.into()),
+                    admitted: None,
+                    remote: None,
+                }
             }
         }
     }
 
     fn request(&self, model: &ModelLabel, mode: &'static str, role: &'static str) {
-        self.metrics.requests.get_or_create(&RequestLabels { model: model.model.clone(), mode, role }).inc();
+        self.metrics
+            .requests
+            .get_or_create(&RequestLabels {
+                model: model.model.clone(),
+                mode,
+                role,
+            })
+            .inc();
     }
 
     fn degraded(&self, reason: Reason) {
-        self.metrics.degradations.get_or_create(&ReasonLabel { reason: reason.as_str() }).inc();
+        self.metrics
+            .degradations
+            .get_or_create(&ReasonLabel {
+                reason: reason.as_str(),
+            })
+            .inc();
     }
 
     fn count(&self, route: &Route, label: &ModelLabel, hashed: bool) {
         self.metrics.stage("index", route.index_time);
         self.metrics.stage("choose", route.choose_time);
-        let role = self.router().role_of(route.to.rank).map_or("unknown", Role::as_str);
+        let role = self
+            .router()
+            .role_of(route.to.rank)
+            .map_or("unknown", Role::as_str);
         self.request(label, route.mode.as_str(), role);
         if let Some(reason) = route.reason {
             self.degraded(reason);
         }
-        let phases = crate::metrics::PhasesLabel { phases: route.phases.as_str() };
+        let phases = crate::metrics::PhasesLabel {
+            phases: route.phases.as_str(),
+        };
         self.metrics.phases.get_or_create(&phases).inc();
         if !hashed {
             return;
         }
         let computed_by = route.computed_by();
-        let role = self.router().role_of(computed_by.rank).map_or("unknown", Role::as_str);
-        let labels = &ModelRoleLabels { model: label.model.clone(), role };
-        self.metrics.prompt_tokens.get_or_create(labels).observe(route.prompt_tokens as f64);
-        self.metrics.hit_rate.get_or_create(labels).observe(route.hit_rate());
+        let role = self
+            .router()
+            .role_of(computed_by.rank)
+            .map_or("unknown", Role::as_str);
+        let labels = &ModelRoleLabels {
+            model: label.model.clone(),
+            role,
+        };
+        self.metrics
+            .prompt_tokens
+            .get_or_create(labels)
+            .observe(route.prompt_tokens as f64);
+        self.metrics
+            .hit_rate
+            .get_or_create(labels)
+            .observe(route.hit_rate());
         if route.shared_beyond_device > 0 {
-            self.metrics.shared_cache_beyond_blocks.get_or_create(label).inc_by(route.shared_beyond_device);
+            self.metrics
+                .shared_cache_beyond_blocks
+                .get_or_create(label)
+                .inc_by(route.shared_beyond_device);
         }
-        self.metrics.best_cached_tokens.get_or_create(labels).inc_by(computed_by.best_cached_tokens);
-        self.metrics.predicted_cached_tokens.get_or_create(labels).inc_by(computed_by.cached_tokens);
+        self.metrics
+            .best_cached_tokens
+            .get_or_create(labels)
+            .inc_by(computed_by.best_cached_tokens);
+        self.metrics
+            .predicted_cached_tokens
+            .get_or_create(labels)
+            .inc_by(computed_by.cached_tokens);
         if computed_by.cached_tokens < computed_by.best_cached_tokens {
-            self.metrics.non_max_overlap_choices.get_or_create(labels).inc();
+            self.metrics
+                .non_max_overlap_choices
+                .get_or_create(labels)
+                .inc();
         }
     }
 }
 
 fn label(taken: &Taken) -> ModelLabel {
     let model = taken.request.model.as_ref();
-    model.map_or_else(|| ModelLabel { model: "unknown".to_owned() }, ModelLabel::from)
+    model.map_or_else(
+        || ModelLabel {
+            model: "unknown".to_owned(),
+        },
+        ModelLabel::from,
+    )
 }

@@ -31,7 +31,10 @@ pub(super) struct Probe {
 impl Probe {
     /// Whether a stream that begins like this is one of the filter.
     pub(super) fn begins(first: &Incoming) -> bool {
-        let response = matches!(first.message, Some(Message::ResponseHeaders { .. } | Message::ResponseBody(_)));
+        let response = matches!(
+            first.message,
+            Some(Message::ResponseHeaders { .. } | Message::ResponseBody(_))
+        );
         response && first.told.exchange.is_some()
     }
 
@@ -50,20 +53,34 @@ impl Probe {
             Some(Message::ResponseHeaders { end, .. }) => (go_on(To::ResponseHeaders), false, end),
             Some(Message::ResponseBody(piece)) => {
                 let seen = !piece.body.is_empty();
-                (self.pass(To::ResponseBody, &piece), seen, seen || piece.is_last())
+                (
+                    self.pass(To::ResponseBody, &piece),
+                    seen,
+                    seen || piece.is_last(),
+                )
             }
             Some(Message::ResponseTrailers) => (vec![mutation::response_trailers()], false, true),
         };
         // If the response passes through warmroute, ending the stream early would lose the rest of it.
-        let duplex = self.modes.is_some_and(|modes| modes.response.is_sent_back());
+        let duplex = self
+            .modes
+            .is_some_and(|modes| modes.response.is_sent_back());
         let first = seen && !self.seen;
         self.seen |= seen;
-        Answered { replies, first_token: self.name.clone().filter(|_| first), ends: over && !duplex }
+        Answered {
+            replies,
+            first_token: self.name.clone().filter(|_| first),
+            ends: over && !duplex,
+        }
     }
 
     fn pass(&self, to: To, piece: &Piece) -> Vec<ProcessingResponse> {
         let modes = self.modes.unwrap_or_default();
-        let mode = if to == To::RequestBody { modes.request } else { modes.response };
+        let mode = if to == To::RequestBody {
+            modes.request
+        } else {
+            modes.response
+        };
         mutation::unchanged(to, mode, piece)
     }
 }
@@ -76,8 +93,15 @@ mod tests {
     use crate::ext_proc::metadata::Told;
 
     fn incoming(message: Message, name: Option<&str>) -> Incoming {
-        let told = Told { exchange: name.map(str::to_owned), ..Told::default() };
-        Incoming { modes: None, told, message: Some(message) }
+        let told = Told {
+            exchange: name.map(str::to_owned),
+            ..Told::default()
+        };
+        Incoming {
+            modes: None,
+            told,
+            message: Some(message),
+        }
     }
 
     fn body(bytes: &'static [u8], end: bool) -> Message {
@@ -87,7 +111,10 @@ mod tests {
     #[test]
     fn the_stream_ends_with_the_first_piece_and_that_is_the_first_token() {
         let mut probe = Probe::default();
-        let head = Message::ResponseHeaders { head: ResponseHead::default(), end: false };
+        let head = Message::ResponseHeaders {
+            head: ResponseHead::default(),
+            end: false,
+        };
         let steps = [
             (incoming(head, Some("7")), None, false),
             (incoming(body(b"", false), Some("7")), None, false),
@@ -103,13 +130,29 @@ mod tests {
     #[test]
     fn answers_without_a_name_are_answered_and_in_full_duplex_nothing_ends_early() {
         let answered = Probe::default().on_message(incoming(body(b"own", true), None));
-        assert_eq!((answered.replies.len(), answered.first_token, answered.ends), (1, None, true));
+        assert_eq!(
+            (answered.replies.len(), answered.first_token, answered.ends),
+            (1, None, true)
+        );
         let mut duplex = Probe::default();
-        let modes = Modes { request: BodyMode::None, response: BodyMode::FullDuplex };
-        let first = Incoming { modes: Some(modes), ..incoming(body(b"x", false), Some("7")) };
+        let modes = Modes {
+            request: BodyMode::None,
+            response: BodyMode::FullDuplex,
+        };
+        let first = Incoming {
+            modes: Some(modes),
+            ..incoming(body(b"x", false), Some("7"))
+        };
         let answered = duplex.on_message(first);
-        assert_eq!((answered.first_token.as_deref(), answered.ends), (Some("7"), false));
+        assert_eq!(
+            (answered.first_token.as_deref(), answered.ends),
+            (Some("7"), false)
+        );
         let answered = duplex.on_message(incoming(body(b"y", true), Some("7")));
-        assert_eq!((answered.replies.len(), answered.first_token, answered.ends), (1, None, false), "only once");
+        assert_eq!(
+            (answered.replies.len(), answered.first_token, answered.ends),
+            (1, None, false),
+            "only once"
+        );
     }
 }

@@ -133,15 +133,21 @@ impl Record {
 
     /// Records the placement of the request. `remote` is the prefill on another worker.
     fn on_placed(&mut self, remote: Option<Remote>) {
-        let route = self.admitted.as_ref().map(|admitted| &admitted.booked.route);
-        self.cache_report_source = route.map(|route| CacheReportSource::of(route, remote.as_ref(), &self.audit));
+        let route = self
+            .admitted
+            .as_ref()
+            .map(|admitted| &admitted.booked.route);
+        self.cache_report_source =
+            route.map(|route| CacheReportSource::of(route, remote.as_ref(), &self.audit));
         // warmroute calls the prefill worker before it sends the request on.
         self.prefill_done = matches!(remote, Some(Remote::Called(_))).then(Instant::now);
         self.remote = remote;
     }
 
     pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>, remote: Option<Remote>) {
-        self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
+        self.label = admitted
+            .as_ref()
+            .map(|admitted| ModelLabel::from(&admitted.booked.route.model));
         self.role_labels = admitted.as_ref().map(|admitted| {
             let route = &admitted.booked.route;
             ModelRoleLabels::new(&route.model, self.router.role_of(route.to.rank))
@@ -160,8 +166,14 @@ impl Record {
     pub(super) fn answered(&mut self, head: ResponseHead) {
         self.status = head.status;
         self.event_stream = head.event_stream;
-        *self.usage = UsageScanner::new(if head.event_stream { Kind::EventStream } else { Kind::Whole });
-        let Some(admitted) = &mut self.admitted else { return };
+        *self.usage = UsageScanner::new(if head.event_stream {
+            Kind::EventStream
+        } else {
+            Kind::Whole
+        });
+        let Some(admitted) = &mut self.admitted else {
+            return;
+        };
         let from = match head.from {
             AnsweredBy::Unknown | AnsweredBy::Ambiguous => AnswerFrom::Chosen,
             AnsweredBy::Envoy => AnswerFrom::Gateway,
@@ -174,7 +186,11 @@ impl Record {
             AnsweredBy::Worker(address) => {
                 let served = Endpoint(address).canonical();
                 let fleet = self.router.fleet();
-                let worker = || fleet.workers().find(|worker| worker.endpoint.canonical() == served);
+                let worker = || {
+                    fleet
+                        .workers()
+                        .find(|worker| worker.endpoint.canonical() == served)
+                };
                 let chosen = served == admitted.booked.route.to.endpoint.canonical();
                 match if chosen { None } else { Some(worker()) } {
                     None => AnswerFrom::Chosen,
@@ -182,8 +198,12 @@ impl Record {
                     Some(None) => {
                         // An address that we do not know may well be another name of the chosen worker's.
                         admitted.booked.probes.clear();
-                        self.router.settle_predictions(&mut admitted.booked, head.status);
-                        self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome: "unknown" }).inc();
+                        self.router
+                            .settle_predictions(&mut admitted.booked, head.status);
+                        self.metrics
+                            .served_elsewhere
+                            .get_or_create(&OutcomeLabel { outcome: "unknown" })
+                            .inc();
                         return;
                     }
                 }
@@ -191,7 +211,13 @@ impl Record {
         };
         // Health first: it is about whom we chose.
         let chosen = admitted.booked.route.to.rank;
-        let changes = self.router.answered(&mut admitted.booked, Answer { status: head.status, from });
+        let changes = self.router.answered(
+            &mut admitted.booked,
+            Answer {
+                status: head.status,
+                from,
+            },
+        );
         if let AnsweredBy::Worker(address) = head.from {
             let outcome = match admitted.served(&self.router, Endpoint(address)) {
                 Moved::Unchanged => None,
@@ -200,11 +226,15 @@ impl Record {
             };
             if let Some(outcome) = outcome {
                 self.moved = true;
-                self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome }).inc();
+                self.metrics
+                    .served_elsewhere
+                    .get_or_create(&OutcomeLabel { outcome })
+                    .inc();
             }
         }
         if let AnswerFrom::Other(_) = from {
-            self.router.settle_predictions(&mut admitted.booked, head.status);
+            self.router
+                .settle_predictions(&mut admitted.booked, head.status);
         }
         admitted.booked.forget_remote();
         for (worker, change) in changes {
@@ -221,18 +251,29 @@ impl Record {
 
     /// The worker that sent the response, if it is a known one that was not chosen.
     pub(super) fn served_elsewhere(&self, head: &ResponseHead) -> Option<ServingWorker> {
-        let AnsweredBy::Worker(address) = head.from else { return None };
+        let AnsweredBy::Worker(address) = head.from else {
+            return None;
+        };
         let served = Endpoint(address).canonical();
         let route = &self.admitted.as_ref()?.booked.route;
         if route.to.endpoint.canonical() == served {
             return None;
         }
         let fleet = self.router.fleet();
-        let of_model = fleet.members().filter(|member| member.worker.model == route.model);
+        let of_model = fleet
+            .members()
+            .filter(|member| member.worker.model == route.model);
         let mut members = of_model.filter(|member| member.worker.endpoint.canonical() == served);
         let first = ServingWorker::from(members.next()?.rank);
         // Envoy reports the endpoint only, and several ranks may share it.
-        Some(if members.next().is_none() { first } else { ServingWorker { rank: None, ..first } })
+        Some(if members.next().is_none() {
+            first
+        } else {
+            ServingWorker {
+                rank: None,
+                ..first
+            }
+        })
     }
 
     /// Completes when something is known of the prefill of two workers that meet.
@@ -245,7 +286,10 @@ impl Record {
 
     /// Takes note of it; says whether nothing can come of the request any longer.
     pub(super) fn turned(&mut self, turn: &Turn) -> bool {
-        let (Some(Remote::Meets(mirrored)), Some(admitted)) = (&self.remote, &mut self.admitted) else { return false };
+        let (Some(Remote::Meets(mirrored)), Some(admitted)) = (&self.remote, &mut self.admitted)
+        else {
+            return false;
+        };
         match turn {
             Turn::Done => {
                 self.prefill_done = Some(Instant::now());
@@ -254,7 +298,9 @@ impl Record {
             }
             Turn::Failed(failure) => {
                 let outcome = failure.outcome(|| !mirrored.is_dead());
-                outcome.into_iter().for_each(|outcome| prefill::note(&self.router, admitted, outcome));
+                outcome
+                    .into_iter()
+                    .for_each(|outcome| prefill::note(&self.router, admitted, outcome));
                 // It waits for the other, and says so now, which the gateway can try again.
                 mirrored.abort_decode(admitted.booked.route.to.endpoint);
                 false
@@ -280,20 +326,33 @@ impl Record {
     /// Has a request prefilled anew that goes to another decode worker now.
     pub(super) async fn tried_again(&mut self, entrance: &Entrance, retried: Retried) -> Again {
         // What has begun to be answered is not tried again.
-        let Some(remote) = self.remote.take() else { return Again::AsItIs };
-        let Some(mut admitted) = self.admitted.take() else { return Again::AsItIs };
+        let Some(remote) = self.remote.take() else {
+            return Again::AsItIs;
+        };
+        let Some(mut admitted) = self.admitted.take() else {
+            return Again::AsItIs;
+        };
         // What came before says nothing of how long a prefill takes.
         self.admitted_at = Instant::now();
-        let again = match remote {
-            Remote::Meets(mirrored) => mirrored.again(entrance, &mut admitted, retried).await.map(|met| {
-                self.admitted = Some(admitted);
-                (Remote::Meets(Box::new(met.mirrored)), met.body)
-            }),
-            Remote::Called(called) => called.again(entrance, *admitted, retried).await.map(|(admitted, body)| {
-                self.admitted = Some(Box::new(admitted));
-                (Remote::Called(called), body)
-            }),
-        };
+        let again =
+            match remote {
+                Remote::Meets(mirrored) => mirrored
+                    .again(entrance, &mut admitted, retried)
+                    .await
+                    .map(|met| {
+                        self.admitted = Some(admitted);
+                        (Remote::Meets(Box::new(met.mirrored)), met.body)
+                    }),
+                Remote::Called(called) => {
+                    called
+                        .again(entrance, *admitted, retried)
+                        .await
+                        .map(|(admitted, body)| {
+                            self.admitted = Some(Box::new(admitted));
+                            (Remote::Called(called), body)
+                        })
+                }
+            };
         match again {
             Ok((remote, body)) => {
                 self.on_placed(Some(remote));
@@ -321,20 +380,31 @@ impl Record {
             // An answer in one piece begins when it is complete, and how long a prefill takes is learnt only of prompts
             // whose uncached part is known.
             let route = &admitted.booked.route;
-            let known = matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
+            let known =
+                matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
             let telling = self.event_stream && known;
             if first && well && telling {
-                self.router.prefilled(&admitted.booked, self.admitted_at.elapsed());
+                self.router
+                    .prefilled(&admitted.booked, self.admitted_at.elapsed());
             }
         }
-        let done = self.prefill_done.take().filter(|_| well && self.event_stream);
+        let done = self
+            .prefill_done
+            .take()
+            .filter(|_| well && self.event_stream);
         if let (Some(done), Some(label)) = (done, &self.label) {
             let took = done.elapsed().as_secs_f64();
-            self.metrics.prefill_to_first_token_seconds.get_or_create(label).observe(took);
+            self.metrics
+                .prefill_to_first_token_seconds
+                .get_or_create(label)
+                .observe(took);
         }
         if let Some(labels) = self.role_labels.as_ref().filter(|_| well) {
             let took = self.arrived.elapsed().as_secs_f64();
-            self.metrics.time_to_first_token_seconds.get_or_create(labels).observe(took);
+            self.metrics
+                .time_to_first_token_seconds
+                .get_or_create(labels)
+                .observe(took);
         }
         if well && seen && self.event_stream {
             self.first_token_at.get_or_insert_with(Instant::now);
@@ -351,13 +421,17 @@ impl Record {
 
     /// Books a block whenever prompt and answer together begin one.
     fn book_output(&mut self) {
-        let Some(admitted) = &mut self.admitted else { return };
+        let Some(admitted) = &mut self.admitted else {
+            return;
+        };
         let route = &admitted.booked.route;
         let size = route.block_size.tokens() as u64;
         let generated = self.usage.output_tokens();
-        let grown = (route.prompt_tokens + generated).div_ceil(size) - route.prompt_tokens.div_ceil(size);
+        let grown =
+            (route.prompt_tokens + generated).div_ceil(size) - route.prompt_tokens.div_ceil(size);
         let expected = route.expected_output_tokens;
-        let fraction = expected.map(|expected| (1.0 - generated as f64 / expected.max(1) as f64).max(0.0));
+        let fraction =
+            expected.map(|expected| (1.0 - generated as f64 / expected.max(1) as f64).max(0.0));
         while self.output_blocks < grown {
             self.output_blocks += 1;
             admitted.booked.reservation.output_block(fraction);
@@ -393,18 +467,34 @@ impl Record {
     }
 
     fn note_duration(&self) {
-        let Some(labels) = &self.role_labels else { return };
+        let Some(labels) = &self.role_labels else {
+            return;
+        };
         let took = self.arrived.elapsed().as_secs_f64();
-        self.metrics.request_duration_seconds.get_or_create(labels).observe(took);
+        self.metrics
+            .request_duration_seconds
+            .get_or_create(labels)
+            .observe(took);
     }
 
     fn note_output(&self, tokens: u64) {
-        let Some(labels) = self.role_labels.as_ref().filter(|_| tokens > 0) else { return };
-        self.metrics.output_tokens.get_or_create(labels).observe(tokens as f64);
-        let (Some(first), Some(completed)) = (self.first_token_at, self.completed_at) else { return };
+        let Some(labels) = self.role_labels.as_ref().filter(|_| tokens > 0) else {
+            return;
+        };
+        self.metrics
+            .output_tokens
+            .get_or_create(labels)
+            .observe(tokens as f64);
+        let (Some(first), Some(completed)) = (self.first_token_at, self.completed_at) else {
+            return;
+        };
         if tokens > 1 {
-            let latency = completed.saturating_duration_since(first).as_secs_f64() / (tokens - 1) as f64;
-            self.metrics.inter_token_latency_seconds.get_or_create(labels).observe(latency);
+            let latency =
+                completed.saturating_duration_since(first).as_secs_f64() / (tokens - 1) as f64;
+            self.metrics
+                .inter_token_latency_seconds
+                .get_or_create(labels)
+                .observe(latency);
         }
     }
 
@@ -415,12 +505,21 @@ impl Record {
         }
         let foreseen = match self.cache_report_source.take() {
             Some(CacheReportSource::InResponse(foreseen)) => *foreseen,
-            Some(CacheReportSource::NotReceived(model)) => return self.audit.count_undecided(&model),
+            Some(CacheReportSource::NotReceived(model)) => {
+                return self.audit.count_undecided(&model);
+            }
             Some(CacheReportSource::InPrefillResponse) | None => return,
         };
         match self.usage.usage() {
-            Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
-                let said = Said { prompt: prompt_tokens, cached };
+            Some(Usage {
+                prompt_tokens,
+                cached_tokens: Some(cached),
+                ..
+            }) if prompt_tokens > 0 => {
+                let said = Said {
+                    prompt: prompt_tokens,
+                    cached,
+                };
                 let prompts = std::mem::take(&mut self.prompts);
                 let answered = Answered::new(foreseen, said, prompts).moved(self.moved);
                 self.audit.answered(answered, Instant::now());
@@ -430,7 +529,11 @@ impl Record {
     }
 
     fn end_at_least(&self, end: End) -> End {
-        if matches!(self.end, End::Complete | End::Own) { self.end } else { end }
+        if matches!(self.end, End::Complete | End::Own) {
+            self.end
+        } else {
+            end
+        }
     }
 }
 
@@ -444,7 +547,10 @@ impl Drop for Record {
             End::Complete => "complete",
             End::Own => "own_answer",
         };
-        self.metrics.exchanges.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .exchanges
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
         if self.end == End::Closed {
             self.note_duration();
             self.usage.finish();
@@ -455,10 +561,20 @@ impl Drop for Record {
         let usage = self.usage.usage();
         let output = usage.map_or(self.usage.output_tokens(), |usage| usage.completion_tokens);
         self.note_output(output);
-        if let Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) = usage
+        if let Some(Usage {
+            prompt_tokens,
+            cached_tokens: Some(cached),
+            ..
+        }) = usage
             && let Some(CacheReportSource::InResponse(foreseen)) = &self.cache_report_source
         {
-            self.audit.count_delivered_tokens(foreseen, Said { prompt: prompt_tokens, cached });
+            self.audit.count_delivered_tokens(
+                foreseen,
+                Said {
+                    prompt: prompt_tokens,
+                    cached,
+                },
+            );
         }
         self.judge();
     }
@@ -492,19 +608,39 @@ mod tests {
     fn looked_for(event_stream: bool, seen: bool, complete: bool) -> bool {
         let ((router, _writer), metrics) = (watching(), Arc::new(Metrics::new()));
         let locals = (0..8).map(LocalHash).collect();
-        let prompt = Prompt::Hashed(vec![BlockHashes::chain(33, BlockSize::new(4).unwrap(), locals)]);
+        let prompt = Prompt::Hashed(vec![BlockHashes::chain(
+            33,
+            BlockSize::new(4).unwrap(),
+            locals,
+        )]);
         let foretold = crate::parity::Foretold::Prompt;
-        let request = RouteRequest { foretold, ..RouteRequest::new(Some("m".into()), prompt) };
+        let request = RouteRequest {
+            foretold,
+            ..RouteRequest::new(Some("m".into()), prompt)
+        };
         let booked = router.route(request).unwrap();
-        let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router.clone(), metrics));
+        let mut record = Record::open(
+            metrics.clone(),
+            router.clone(),
+            Audit::new(router.clone(), metrics),
+        );
         record.routed(Some(Box::new(Admitted::new(booked))), None);
-        record.answered(ResponseHead { status: 200, event_stream, ..ResponseHead::default() });
+        record.answered(ResponseHead {
+            status: 200,
+            event_stream,
+            ..ResponseHead::default()
+        });
         record.first_token(seen);
         if complete {
             record.finished();
         }
         drop(record);
-        !router.parity().of(&"m".into()).unwrap().take_ready().is_empty()
+        !router
+            .parity()
+            .of(&"m".into())
+            .unwrap()
+            .take_ready()
+            .is_empty()
     }
 
     #[test]
@@ -517,23 +653,38 @@ mod tests {
             (false, false, false, true),
         ];
         for (event_stream, seen, complete, expected) in cases {
-            assert_eq!(looked_for(event_stream, seen, complete), expected, "{event_stream} {seen} {complete}");
+            assert_eq!(
+                looked_for(event_stream, seen, complete),
+                expected,
+                "{event_stream} {seen} {complete}"
+            );
         }
     }
 
     fn router() -> Arc<Router> {
         let load = LoadTracker::new(Instant::now);
-        let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
+        let ttl = Ttl {
+            ttl: Duration::from_secs(120),
+            most_blocks_per_rank: 1000,
+        };
         let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
-        let predictions = Predictions { without_events: Some(predictor), ..Predictions::default() };
-        let worker =
-            Worker::new(WorkerId(1), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap());
+        let predictions = Predictions {
+            without_events: Some(predictor),
+            ..Predictions::default()
+        };
+        let worker = Worker::new(
+            WorkerId(1),
+            "127.0.0.1:8000".parse().unwrap(),
+            "m".into(),
+            BlockSize::new(4).unwrap(),
+        );
         let change = Fleet::empty().reconcile(vec![worker]);
         for member in &change.added {
             load.open(member.slot, member.rank);
             predictions.open(member);
         }
-        let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1).predicting(predictions);
+        let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1)
+            .predicting(predictions);
         router.publish(Arc::new(change.fleet));
         Arc::new(router)
     }
@@ -541,16 +692,33 @@ mod tests {
     #[test]
     fn an_engine_cannot_spoil_the_counter_of_cached_tokens() {
         let metrics = Arc::new(Metrics::new());
-        let cases = [(100, 64, 64), (100, 1 << 63, 164), (u64::MAX, u64::MAX, 164 + (1 << 40))];
+        let cases = [
+            (100, 64, 64),
+            (100, 1 << 63, 164),
+            (u64::MAX, u64::MAX, 164 + (1 << 40)),
+        ];
         for (prompt, cached, expected) in cases {
             let router = router();
-            let estimated = Prompt::Estimated { tokens: 100, because: Reason::NoTokenizer };
-            let booked = router.route(RouteRequest::new(Some("m".into()), estimated)).unwrap();
-            let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router, metrics.clone()));
+            let estimated = Prompt::Estimated {
+                tokens: 100,
+                because: Reason::NoTokenizer,
+            };
+            let booked = router
+                .route(RouteRequest::new(Some("m".into()), estimated))
+                .unwrap();
+            let mut record = Record::open(
+                metrics.clone(),
+                router.clone(),
+                Audit::new(router, metrics.clone()),
+            );
             record.routed(Some(Box::new(Admitted::new(booked))), None);
-            record.answered(ResponseHead { status: 200, ..ResponseHead::default() });
+            record.answered(ResponseHead {
+                status: 200,
+                ..ResponseHead::default()
+            });
             let details = format!("{{\"cached_tokens\":{cached}}}");
-            let usage = format!("{{\"prompt_tokens\":{prompt},\"prompt_tokens_details\":{details}}}");
+            let usage =
+                format!("{{\"prompt_tokens\":{prompt},\"prompt_tokens_details\":{details}}}");
             record.answer(format!("{{\"usage\":{usage}}}").as_bytes());
             record.finished();
             drop(record);
@@ -563,11 +731,17 @@ mod tests {
     fn learns(event_stream: bool, status: u16, prompt: &Prompt) -> bool {
         let (router, metrics) = (router(), Arc::new(Metrics::new()));
         for _ in 0..20 {
-            let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
+            let booked = router
+                .route(RouteRequest::new(Some("m".into()), prompt.clone()))
+                .unwrap();
             let audit = Audit::new(router.clone(), metrics.clone());
             let mut record = Record::open(metrics.clone(), router.clone(), audit);
             record.routed(Some(Box::new(Admitted::new(booked))), None);
-            record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
+            record.answered(ResponseHead {
+                status,
+                event_stream,
+                ..ResponseHead::default()
+            });
             record.first_token(true);
             record.finished();
         }
@@ -577,8 +751,15 @@ mod tests {
     #[test]
     fn prefill_times_are_learnt_only_where_the_beginning_of_an_answer_is_its_first_token() {
         let locals = (0..8).map(LocalHash).collect();
-        let hashed = Prompt::Hashed(vec![BlockHashes::chain(33, BlockSize::new(4).unwrap(), locals)]);
-        let estimated = Prompt::Estimated { tokens: 33, because: Reason::NoTokenizer };
+        let hashed = Prompt::Hashed(vec![BlockHashes::chain(
+            33,
+            BlockSize::new(4).unwrap(),
+            locals,
+        )]);
+        let estimated = Prompt::Estimated {
+            tokens: 33,
+            because: Reason::NoTokenizer,
+        };
         let cases = [
             (true, 200, &hashed, true),
             (false, 200, &hashed, false),
@@ -586,7 +767,11 @@ mod tests {
             (true, 200, &estimated, false),
         ];
         for (event_stream, status, prompt, expected) in cases {
-            assert_eq!(learns(event_stream, status, prompt), expected, "{event_stream} {status} {prompt:?}");
+            assert_eq!(
+                learns(event_stream, status, prompt),
+                expected,
+                "{event_stream} {status} {prompt:?}"
+            );
         }
     }
 }

@@ -21,7 +21,12 @@ pub fn never_met() -> Immediate {
     let message = "the prefill of this request did not come in time";
     let error = json!({"error": {"message": message, "type": "service_unavailable_error", "param": null, "code": "prefill_failed"}});
     let body = error.to_string().into_bytes();
-    Immediate { status: 504, headers: Vec::new(), body, details: "warmroute_prefill_failed" }
+    Immediate {
+        status: 504,
+        headers: Vec::new(),
+        body,
+        details: "warmroute_prefill_failed",
+    }
 }
 
 /// Why a client gets no worker's answer, or would not.
@@ -60,7 +65,12 @@ struct Words {
 
 impl Words {
     fn new(status: u16, code: &'static str) -> Self {
-        Self { status, code, retry: None, dropped: None }
+        Self {
+            status,
+            code,
+            retry: None,
+            dropped: None,
+        }
     }
 
     fn later(mut self, retry: Duration, dropped: &'static str) -> Self {
@@ -99,7 +109,11 @@ impl Refused<'_> {
         let mut headers = Vec::new();
         // A fraction of a second is still a second in this header.
         let seconds = |wait: Duration| wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-        headers.extend(words.retry.map(|wait| ("retry-after", seconds(wait).to_string())));
+        headers.extend(
+            words
+                .retry
+                .map(|wait| ("retry-after", seconds(wait).to_string())),
+        );
         if !request_id.is_empty() {
             headers.push((headers::REQUEST_ID, request_id.to_owned()));
         }
@@ -110,7 +124,12 @@ impl Refused<'_> {
             headers.push((headers::DROPPED, dropped.to_owned()));
         }
         let body = error.to_string().into_bytes();
-        Some(Immediate { status: words.status, headers, body, details: "warmroute_refused" })
+        Some(Immediate {
+            status: words.status,
+            headers,
+            body,
+            details: "warmroute_refused",
+        })
     }
 
     fn words(&self) -> Option<Words> {
@@ -118,9 +137,11 @@ impl Refused<'_> {
         const SATURATED: &str = "rejected-saturated";
         let refusal = match self {
             Refused::Routing(refusal, failure) => match (refusal, failure) {
-                (Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) | Refusal::Failed, mode)
-                    if *mode == FailureMode::FailOpen =>
-                {
+                (
+                    Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate)
+                    | Refusal::Failed,
+                    mode,
+                ) if *mode == FailureMode::FailOpen => {
                     return None;
                 }
                 (refusal, _) => refusal,
@@ -130,8 +151,12 @@ impl Refused<'_> {
             Refused::TooLarge | Refused::Unchecked(Unchecked::TooLarge) => {
                 return Some(Words::new(413, "body_too_large"));
             }
-            Refused::Unchecked(Unchecked::Unreadable) => return Some(Words::new(400, "invalid_body")),
-            Refused::Unchecked(Unchecked::NoRoom) => return Some(Words::new(503, "no_room").later(SOON, SATURATED)),
+            Refused::Unchecked(Unchecked::Unreadable) => {
+                return Some(Words::new(400, "invalid_body"));
+            }
+            Refused::Unchecked(Unchecked::NoRoom) => {
+                return Some(Words::new(503, "no_room").later(SOON, SATURATED));
+            }
         };
         Some(match refusal {
             Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
@@ -139,12 +164,18 @@ impl Refused<'_> {
             }
             Refusal::Failed => Words::new(503, "router_failed").later(SOON, NO_ENDPOINTS),
             Refusal::Refused(RouteError::Pin(_)) => Words::new(400, "invalid_worker"),
-            Refusal::Refused(RouteError::Overloaded(_)) => Words::new(429, "overloaded").later(SOON, SATURATED),
+            Refusal::Refused(RouteError::Overloaded(_)) => {
+                Words::new(429, "overloaded").later(SOON, SATURATED)
+            }
             Refusal::Refused(RouteError::Unsatisfied) => {
                 Words::new(503, "no_eligible_worker").later(SOON, NO_ENDPOINTS)
             }
-            Refusal::Refused(RouteError::NoPrefill) => Words::new(503, "no_prefill_worker").later(SOON, NO_ENDPOINTS),
-            Refusal::Overflow { retry_after, .. } => Words::new(429, "queue_full").later(*retry_after, SATURATED),
+            Refusal::Refused(RouteError::NoPrefill) => {
+                Words::new(503, "no_prefill_worker").later(SOON, NO_ENDPOINTS)
+            }
+            Refusal::Overflow { retry_after, .. } => {
+                Words::new(429, "queue_full").later(*retry_after, SATURATED)
+            }
             Refusal::Deadline { retry_after, .. } => {
                 Words::new(429, "queue_timeout").later(*retry_after, "rejected-ttl-expired")
             }
@@ -175,7 +206,8 @@ impl Refused<'_> {
 
 /// The answer to a request that asks for the choice only.
 pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
-    let mut worker_id = json!({ "decode_worker_id": route.to.rank.worker.0, "decode_dp_rank": route.to.rank.rank });
+    let mut worker_id =
+        json!({ "decode_worker_id": route.to.rank.worker.0, "decode_dp_rank": route.to.rank.rank });
     if let Some(prefill) = route.prefill() {
         worker_id["prefill_worker_id"] = json!(prefill.to.rank.worker.0);
         worker_id["prefill_dp_rank"] = json!(prefill.to.rank.rank);
@@ -191,7 +223,12 @@ pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
         "predicted_cached_tokens": computed_by.cached_tokens,
     });
     let body = answer.to_string().into_bytes();
-    Immediate { status: 200, headers: Vec::new(), body, details: "warmroute_choice" }
+    Immediate {
+        status: 200,
+        headers: Vec::new(),
+        body,
+        details: "warmroute_choice",
+    }
 }
 
 #[cfg(test)]
@@ -201,7 +238,11 @@ mod tests {
     use crate::worker::WorkerId;
 
     fn header<'a>(answer: &'a Immediate, name: &str) -> Option<&'a str> {
-        answer.headers.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str())
+        answer
+            .headers
+            .iter()
+            .find(|(key, _)| *key == name)
+            .map(|(_, value)| value.as_str())
     }
 
     #[test]
@@ -215,23 +256,53 @@ mod tests {
         };
         let refused = Refusal::Refused;
         let cases = [
-            (refused(RouteError::NoFleet), None, (503, Some("1"), "no_worker")),
-            (refused(RouteError::NoCandidate), None, (503, Some("1"), "no_worker")),
-            (Refusal::Failed, None, (503, Some("1"), "router_failed")),
-            (refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))), Some(400), (400, None, "invalid_worker")),
             (
-                refused(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded)),
+                refused(RouteError::NoFleet),
+                None,
+                (503, Some("1"), "no_worker"),
+            ),
+            (
+                refused(RouteError::NoCandidate),
+                None,
+                (503, Some("1"), "no_worker"),
+            ),
+            (Refusal::Failed, None, (503, Some("1"), "router_failed")),
+            (
+                refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))),
+                Some(400),
+                (400, None, "invalid_worker"),
+            ),
+            (
+                refused(RouteError::Overloaded(
+                    Ineligible::AllEligibleWorkersOverloaded,
+                )),
                 Some(429),
                 (429, Some("1"), "overloaded"),
             ),
-            (refused(RouteError::Unsatisfied), Some(503), (503, Some("1"), "no_eligible_worker")),
-            (refused(RouteError::NoPrefill), Some(503), (503, Some("1"), "no_prefill_worker")),
+            (
+                refused(RouteError::Unsatisfied),
+                Some(503),
+                (503, Some("1"), "no_eligible_worker"),
+            ),
+            (
+                refused(RouteError::NoPrefill),
+                Some(503),
+                (503, Some("1"), "no_prefill_worker"),
+            ),
             (overflow, Some(429), (429, Some("2"), "queue_full")),
         ];
-        let policy = Policy { says_mode: true, says_why_dropped: true, ..Policy::default() };
+        let policy = Policy {
+            says_mode: true,
+            says_why_dropped: true,
+            ..Policy::default()
+        };
         for (refusal, open, closed) in cases {
             let answer = |mode| Refused::Routing(&refusal, mode).immediate("r-1", &policy);
-            assert_eq!(answer(FailureMode::FailOpen).map(|answer| answer.status), open, "{refusal}");
+            assert_eq!(
+                answer(FailureMode::FailOpen).map(|answer| answer.status),
+                open,
+                "{refusal}"
+            );
             let answer = answer(FailureMode::FailClosed).unwrap();
             let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
             let retry = header(&answer, "retry-after");
@@ -241,7 +312,11 @@ mod tests {
             assert!(body["error"]["type"].is_string());
             assert_eq!(header(&answer, headers::REQUEST_ID), Some("r-1"));
             assert_eq!(header(&answer, headers::MODE), Some("rejected"));
-            assert_eq!(header(&answer, headers::DROPPED).is_some(), retry.is_some(), "{refusal}");
+            assert_eq!(
+                header(&answer, headers::DROPPED).is_some(),
+                retry.is_some(),
+                "{refusal}"
+            );
         }
     }
 
@@ -249,16 +324,37 @@ mod tests {
     fn what_the_operator_is_strict_about_has_its_own_status_and_code() {
         let cases = [
             (Refused::UnknownModel("m"), 404, "model_not_found", "`m`"),
-            (Refused::UnknownModel(""), 404, "model_not_found", "no model"),
-            (Refused::Unreadable(Some("line 3")), 400, "invalid_body", "line 3"),
-            (Refused::Unreadable(None), 400, "invalid_body", "not understood"),
+            (
+                Refused::UnknownModel(""),
+                404,
+                "model_not_found",
+                "no model",
+            ),
+            (
+                Refused::Unreadable(Some("line 3")),
+                400,
+                "invalid_body",
+                "line 3",
+            ),
+            (
+                Refused::Unreadable(None),
+                400,
+                "invalid_body",
+                "not understood",
+            ),
             (Refused::TooLarge, 413, "body_too_large", "larger"),
         ];
         for (refused, status, code, word) in cases {
             let answer = refused.immediate("", &Policy::default()).unwrap();
             let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
-            assert_eq!((answer.status, body["error"]["code"].as_str()), (status, Some(code)));
-            assert!(body["error"]["message"].as_str().unwrap().contains(word), "{body}");
+            assert_eq!(
+                (answer.status, body["error"]["code"].as_str()),
+                (status, Some(code))
+            );
+            assert!(
+                body["error"]["message"].as_str().unwrap().contains(word),
+                "{body}"
+            );
             assert!(answer.headers.is_empty(), "{:?}", answer.headers);
         }
     }

@@ -26,7 +26,14 @@ impl Replies {
     /// Sends one reply, once there is room.
     pub(super) async fn send(&self, reply: ProcessingResponse) {
         // Nobody is woken: who takes replies goes on with who makes them as soon as none is left.
-        poll_fn(|_| if self.0.lock().len() < REPLIES { Poll::Ready(()) } else { Poll::Pending }).await;
+        poll_fn(|_| {
+            if self.0.lock().len() < REPLIES {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
         self.0.lock().push_back(reply);
     }
 
@@ -52,7 +59,11 @@ impl Replying {
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
         let replies = Replies::default();
-        Self { work: Some(Box::pin(work(replies.clone()))), replies, failed: None }
+        Self {
+            work: Some(Box::pin(work(replies.clone()))),
+            replies,
+            failed: None,
+        }
     }
 
     fn go_on(&mut self, cx: &mut Context<'_>) {
@@ -125,7 +136,10 @@ mod tests {
             }
             Ok(())
         });
-        let numbers: Vec<_> = replying.map(|reply| number(&reply.unwrap())).collect().await;
+        let numbers: Vec<_> = replying
+            .map(|reply| number(&reply.unwrap()))
+            .collect()
+            .await;
         assert_eq!(numbers, (0..100).collect::<Vec<_>>());
     }
 
@@ -172,7 +186,10 @@ mod tests {
             replies.send(numbered(1)).await;
             panic!("on purpose");
         });
-        let numbers: Vec<_> = replying.map(|reply| number(&reply.unwrap())).collect().await;
+        let numbers: Vec<_> = replying
+            .map(|reply| number(&reply.unwrap()))
+            .collect()
+            .await;
         assert_eq!(numbers, [1]);
     }
 
@@ -183,7 +200,10 @@ mod tests {
             Err(Status::internal("no message"))
         });
         assert_eq!(number(&replying.next().await.unwrap().unwrap()), 1);
-        assert_eq!(replying.next().await.unwrap().unwrap_err().message(), "no message");
+        assert_eq!(
+            replying.next().await.unwrap().unwrap_err().message(),
+            "no message"
+        );
         assert!(replying.next().await.is_none());
     }
 

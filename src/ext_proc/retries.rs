@@ -64,7 +64,11 @@ impl Retries {
         // Envoy makes one try after another.
         let (sender, tries) = mpsc::channel(1);
         self.listening.insert(name.clone(), (longest, sender));
-        Listening { name, tries, among: self.clone() }
+        Listening {
+            name,
+            tries,
+            among: self.clone(),
+        }
     }
 
     /// Whether anybody wants to know of tries under this name, and how long it may take to hear what is to become of one.
@@ -74,9 +78,19 @@ impl Retries {
 
     /// What is to become of a try.
     async fn ask(&self, name: &str, (head, to, body): (RequestHead, Endpoint, Bytes)) -> Again {
-        let Some(listening) = self.listening.get(name).map(|entry| entry.1.clone()) else { return Again::AsItIs };
+        let Some(listening) = self.listening.get(name).map(|entry| entry.1.clone()) else {
+            return Again::AsItIs;
+        };
         let (answer, answered) = oneshot::channel();
-        match listening.send(Try { head, to, body, answer }).await {
+        match listening
+            .send(Try {
+                head,
+                to,
+                body,
+                answer,
+            })
+            .await
+        {
             // Whoever leaves takes its exchange along.
             Ok(()) => answered.await.unwrap_or(Again::GivenUp),
             Err(_) => Again::AsItIs,
@@ -128,20 +142,31 @@ pub(super) struct Answered {
 
 impl Retry {
     pub(super) fn new(trusting: bool) -> Self {
-        Self { trusting, whose: Whose::Foreign, longest: Duration::ZERO }
+        Self {
+            trusting,
+            whose: Whose::Foreign,
+            longest: Duration::ZERO,
+        }
     }
 
     /// What Envoy has to hear before a message is taken, because it will take long.
     pub(super) fn hold(&self, incoming: &Incoming) -> Option<ProcessingResponse> {
-        let asks =
-            matches!(incoming.message, Some(Message::RequestBody(_))) && matches!(self.whose, Whose::Prepared(..));
+        let asks = matches!(incoming.message, Some(Message::RequestBody(_)))
+            && matches!(self.whose, Whose::Prepared(..));
         (asks && !self.longest.is_zero()).then(|| mutation::hold(self.longest + HOLD_MARGIN))
     }
 
     /// Takes one message.
     pub(super) async fn on_message(&mut self, retries: &Retries, incoming: Incoming) -> Answered {
-        let go_on = |to, outcome| Answered { reply: Some(mutation::go_on(to, HeaderChanges::default())), outcome };
-        let Incoming { modes, told, message } = incoming;
+        let go_on = |to, outcome| Answered {
+            reply: Some(mutation::go_on(to, HeaderChanges::default())),
+            outcome,
+        };
+        let Incoming {
+            modes,
+            told,
+            message,
+        } = incoming;
         match message {
             Some(Message::RequestHeaders { head, end }) => {
                 let whole = modes.is_none_or(|modes| modes.request == BodyMode::Buffered) && !end;
@@ -160,7 +185,9 @@ impl Retry {
             Some(Message::RequestBody(Piece { body, .. })) => {
                 let again = match std::mem::replace(&mut self.whose, Whose::Foreign) {
                     Whose::Foreign => return go_on(To::RequestBody, Some("as_it_is")),
-                    Whose::Prepared(name, head, to) => retries.ask(&name, (head, to, body.clone())).await,
+                    Whose::Prepared(name, head, to) => {
+                        retries.ask(&name, (head, to, body.clone())).await
+                    }
                     Whose::Unprepared => Again::AsItIs,
                 };
                 let (body, outcome) = match again {
@@ -175,14 +202,25 @@ impl Retry {
                 };
                 let mut changes = HeaderChanges::default();
                 changes.set("content-length", body.len().to_string());
-                let reply = mutation::with_body(mutation::go_on(To::RequestBody, changes), body.into());
-                Answered { reply: Some(reply), outcome: Some(outcome) }
+                let reply =
+                    mutation::with_body(mutation::go_on(To::RequestBody, changes), body.into());
+                Answered {
+                    reply: Some(reply),
+                    outcome: Some(outcome),
+                }
             }
-            Some(Message::RequestTrailers) => {
-                Answered { reply: Some(mutation::request_trailers()), outcome: Some("as_it_is") }
-            }
-            Some(_) => Answered { reply: None, outcome: Some("as_it_is") },
-            None => Answered { reply: None, outcome: None },
+            Some(Message::RequestTrailers) => Answered {
+                reply: Some(mutation::request_trailers()),
+                outcome: Some("as_it_is"),
+            },
+            Some(_) => Answered {
+                reply: None,
+                outcome: Some("as_it_is"),
+            },
+            None => Answered {
+                reply: None,
+                outcome: None,
+            },
         }
     }
 }
@@ -199,14 +237,27 @@ mod tests {
         let to = Some(Endpoint("127.0.0.1:1".parse().unwrap()));
         Incoming {
             modes: None,
-            told: Told { exchange: exchange.map(str::to_owned), to, ..Told::default() },
+            told: Told {
+                exchange: exchange.map(str::to_owned),
+                to,
+                ..Told::default()
+            },
             message: Some(message),
         }
     }
 
     fn sent(answered: &Answered) -> Option<&[u8]> {
-        let Some(Response::RequestBody(body)) = answered.reply.as_ref()?.response.as_ref() else { return None };
-        match body.response.as_ref()?.body_mutation.as_ref()?.mutation.as_ref()? {
+        let Some(Response::RequestBody(body)) = answered.reply.as_ref()?.response.as_ref() else {
+            return None;
+        };
+        match body
+            .response
+            .as_ref()?
+            .body_mutation
+            .as_ref()?
+            .mutation
+            .as_ref()?
+        {
             Mutation::Body(body) => Some(body),
             _ => None,
         }
@@ -221,7 +272,10 @@ mod tests {
         trusting: bool,
     ) -> (Option<Vec<u8>>, Option<&'static str>) {
         let mut retry = Retry::new(trusting);
-        let head = Message::RequestHeaders { head: RequestHead::default(), end: false };
+        let head = Message::RequestHeaders {
+            head: RequestHead::default(),
+            end: false,
+        };
         let first = retry.on_message(retries, incoming(head, exchange)).await;
         if first.outcome.is_some() {
             return (None, first.outcome);
@@ -235,8 +289,14 @@ mod tests {
     async fn what_was_prepared_by_nobody_we_know_is_taken_out() {
         let retries = Arc::new(Retries::default());
         let taken_out = br#"{"kv_transfer_params":null,"prompt":"y"}"#.to_vec();
-        assert_eq!(tried(&retries, Some("gone"), false).await, (Some(taken_out), Some("taken_out")));
-        assert_eq!(tried(&retries, Some("gone"), true).await, (None, Some("as_it_is")));
+        assert_eq!(
+            tried(&retries, Some("gone"), false).await,
+            (Some(taken_out), Some("taken_out"))
+        );
+        assert_eq!(
+            tried(&retries, Some("gone"), true).await,
+            (None, Some("as_it_is"))
+        );
         assert_eq!(tried(&retries, None, false).await, (None, Some("as_it_is")));
     }
 
@@ -244,7 +304,10 @@ mod tests {
     async fn whoever_prepared_the_first_try_prepares_the_next() {
         let retries = Arc::new(Retries::default());
         for (again, expected) in [
-            (Again::With("{\"new\":1}".into()), (Some(b"{\"new\":1}".to_vec()), Some("prefilled_anew"))),
+            (
+                Again::With("{\"new\":1}".into()),
+                (Some(b"{\"new\":1}".to_vec()), Some("prefilled_anew")),
+            ),
             (Again::GivenUp, (Some(b"{}".to_vec()), Some("given_up"))),
         ] {
             let mut listening = retries.listen("a".to_owned(), Duration::ZERO);

@@ -110,7 +110,10 @@ impl Kept {
 
     /// Returns the next message, or `None` after the half-close. An error status ends the stream: Envoy has sent an unreadable
     /// message, or has closed the connection and reads no status.
-    pub(super) async fn receive(&self, incoming: &mut Streaming<Asked>) -> Result<Option<Asked>, Status> {
+    pub(super) async fn receive(
+        &self,
+        incoming: &mut Streaming<Asked>,
+    ) -> Result<Option<Asked>, Status> {
         incoming.message().await.inspect_err(|status| {
             // A connection error has a source. Envoy ends many streams in this way.
             if status.source().is_some() {
@@ -125,7 +128,10 @@ impl Kept {
     }
 
     /// The same, if there is a stream of messages to read; else it waits.
-    pub(super) async fn receive_from(&self, incoming: Option<&mut Streaming<Asked>>) -> Result<Option<Asked>, Status> {
+    pub(super) async fn receive_from(
+        &self,
+        incoming: Option<&mut Streaming<Asked>>,
+    ) -> Result<Option<Asked>, Status> {
         match incoming {
             Some(incoming) => self.receive(incoming).await,
             None => std::future::pending().await,
@@ -180,12 +186,22 @@ pub struct Service {
 impl Service {
     /// A service over the request path.
     pub fn new(live: Live, kept: Arc<Kept>) -> Self {
-        Self { live: Arc::new(live), kept }
+        Self {
+            live: Arc::new(live),
+            kept,
+        }
     }
 
-    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, call: CallMetadata) -> Result<(), Status> {
+    async fn run(
+        self,
+        mut incoming: Streaming<Asked>,
+        replies: Replies,
+        call: CallMetadata,
+    ) -> Result<(), Status> {
         let filter = call.filter;
-        let Some(first) = self.kept.receive(&mut incoming).await? else { return Ok(()) };
+        let Some(first) = self.kept.receive(&mut incoming).await? else {
+            return Ok(());
+        };
         let first = Incoming::read(first);
         if filter == Filter::Retry {
             return self.retry(first, incoming, replies).await;
@@ -195,12 +211,21 @@ impl Service {
         }
         let sampled = self.live.options.observe.samples(rand::random());
         let start = Start {
-            probed_as: (filter == Filter::Probed).then(|| format!("{:016x}", rand::random::<u64>())),
+            probed_as: (filter == Filter::Probed)
+                .then(|| format!("{:016x}", rand::random::<u64>())),
             sampled,
             request_id: format!("{:032x}", rand::random::<u128>()),
             pool: self.pool_of(call.authority.as_ref()),
         };
-        Stream::new(self.kept, self.live, (incoming, replies), start, call.gateway).run(first).await
+        Stream::new(
+            self.kept,
+            self.live,
+            (incoming, replies),
+            start,
+            call.gateway,
+        )
+        .run(first)
+        .await
     }
 
     /// The pool of a call, by its authority.
@@ -217,10 +242,18 @@ impl Service {
         pool
     }
 
-    async fn retry(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) -> Result<(), Status> {
+    async fn retry(
+        &self,
+        first: Incoming,
+        mut incoming: Streaming<Asked>,
+        replies: Replies,
+    ) -> Result<(), Status> {
         let mut retry = Retry::new(self.live.pipeline.prefills().trusting);
         let mut next = Some(first);
-        let mut counted = Counted { by: &self.kept.metrics.prefill_retries, outcome: "left" };
+        let mut counted = Counted {
+            by: &self.kept.metrics.prefill_retries,
+            outcome: "left",
+        };
         while let Some(message) = next.take() {
             if let Some(hold) = retry.hold(&message) {
                 replies.send(hold).await;
@@ -237,17 +270,29 @@ impl Service {
         Ok(())
     }
 
-    async fn probe(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) -> Result<(), Status> {
+    async fn probe(
+        &self,
+        first: Incoming,
+        mut incoming: Streaming<Asked>,
+        replies: Replies,
+    ) -> Result<(), Status> {
         let mut probe = Probe::default();
         let mut next = Some(first);
-        let mut counted = Counted { by: &self.kept.metrics.first_token_streams, outcome: "none" };
+        let mut counted = Counted {
+            by: &self.kept.metrics.first_token_streams,
+            outcome: "none",
+        };
         while let Some(message) = next.take() {
             let answered = probe.on_message(message);
             for reply in answered.replies {
                 replies.send(reply).await;
             }
             if let Some(name) = answered.first_token {
-                counted.outcome = if self.kept.first_tokens.seen_here(&name) { "seen" } else { "foreign" };
+                counted.outcome = if self.kept.first_tokens.seen_here(&name) {
+                    "seen"
+                } else {
+                    "foreign"
+                };
             }
             if !answered.ends {
                 next = self.kept.receive(&mut incoming).await?.map(Incoming::read);
@@ -265,7 +310,11 @@ struct Counted<'m> {
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.by.get_or_create(&OutcomeLabel { outcome: self.outcome }).inc();
+        self.by
+            .get_or_create(&OutcomeLabel {
+                outcome: self.outcome,
+            })
+            .inc();
     }
 }
 
@@ -319,6 +368,8 @@ impl StreamingService<Asked> for Service {
     fn call(&mut self, request: Request<Streaming<Asked>>) -> Self::Future {
         let call = CallMetadata::of(&request);
         let service = self.clone();
-        ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, call)))))
+        ready(Ok(Response::new(Replying::new(|replies| {
+            service.run(request.into_inner(), replies, call)
+        }))))
     }
 }

@@ -105,7 +105,11 @@ impl Stream {
             incoming: Some(incoming),
             replies,
             exchange: Exchange::new(live.options.clone(), start),
-            record: Record::open(kept.metrics.clone(), live.pipeline.router().clone(), kept.audit.clone()),
+            record: Record::open(
+                kept.metrics.clone(),
+                live.pipeline.router().clone(),
+                kept.audit.clone(),
+            ),
             first_token,
             name,
             retries: None,
@@ -133,7 +137,9 @@ impl Stream {
                 None => self.next().await,
             };
             let done = match next {
-                Ok(Event::Message(message)) => self.take(Incoming::read(*message), &mut early).await,
+                Ok(Event::Message(message)) => {
+                    self.take(Incoming::read(*message), &mut early).await
+                }
                 Ok(Event::FirstToken) => {
                     self.first_token = None;
                     let effects = self.exchange.on_first_token();
@@ -147,7 +153,11 @@ impl Stream {
                 }
                 Ok(Event::Turn(turn)) => {
                     self.aborted = matches!(turn, Turn::Failed(_));
-                    if self.record.turned(&turn) { self.give_up(&mut early).await } else { Ok(()) }
+                    if self.record.turned(&turn) {
+                        self.give_up(&mut early).await
+                    } else {
+                        Ok(())
+                    }
                 }
                 Ok(Event::Try(again)) => match self.try_again(*again).await {
                     true => Ok(()),
@@ -168,11 +178,17 @@ impl Stream {
 
     /// Replies to a message that exceeds the size limit. The stream ends, because no further message can be read. Envoy continues
     /// the request without it, and its load is not known from then on.
-    async fn end_at_oversize_message(mut self, status: Status, early: &mut VecDeque<Asked>) -> Result<(), Status> {
+    async fn end_at_oversize_message(
+        mut self,
+        status: Status,
+        early: &mut VecDeque<Asked>,
+    ) -> Result<(), Status> {
         // The rest of the message would be read as the next one. Without a reader its bytes are discarded.
         self.incoming = None;
         let effects = self.exchange.on_oversize_message().ok_or(status)?;
-        self.carry_out(effects, early).await.or_else(StreamClose::status)
+        self.carry_out(effects, early)
+            .await
+            .or_else(StreamClose::status)
     }
 
     async fn next(&mut self) -> Result<Event, StreamClose> {
@@ -202,13 +218,19 @@ impl Stream {
         }
     }
 
-    async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<Asked>) -> Result<(), StreamClose> {
+    async fn take(
+        &mut self,
+        incoming: Incoming,
+        early: &mut VecDeque<Asked>,
+    ) -> Result<(), StreamClose> {
         if let Some(modes) = incoming.modes {
             self.exchange.configure(modes);
             self.kept.warn_of(modes.request);
         }
         self.exchange.hear(incoming.told);
-        let Some(mut message) = incoming.message else { return Ok(()) };
+        let Some(mut message) = incoming.message else {
+            return Ok(());
+        };
         if let Message::ResponseHeaders { head, .. } = &mut message
             && self.gateway.attribute(head) == ResponseAttribution::Undecided
         {
@@ -236,7 +258,11 @@ impl Stream {
         Ok(())
     }
 
-    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<Asked>) -> Result<(), StreamClose> {
+    async fn carry_out(
+        &mut self,
+        effects: Vec<Effect>,
+        early: &mut VecDeque<Asked>,
+    ) -> Result<(), StreamClose> {
         let mut effects = VecDeque::from(effects);
         while let Some(effect) = effects.pop_front() {
             match effect {
@@ -247,9 +273,14 @@ impl Stream {
                         effects.extend(self.exchange.on_immediate(&answer));
                         self.record.own_answer();
                     }
-                    Some(Routed::Steered { directions, admitted, remote }) => {
+                    Some(Routed::Steered {
+                        directions,
+                        admitted,
+                        remote,
+                    }) => {
                         if let (Some(remote), Some(name)) = (&remote, &self.name) {
-                            self.retries = Some(self.kept.retries.listen(name.clone(), remote.longest()));
+                            self.retries =
+                                Some(self.kept.retries.listen(name.clone(), remote.longest()));
                         }
                         effects.extend(self.exchange.on_route(*directions));
                         self.record.routed(admitted, remote);
@@ -266,11 +297,27 @@ impl Stream {
 
     /// Has a request prefilled anew that Envoy sends to another worker; whether anything can come of it. A client that leaves
     /// meanwhile takes it all back.
-    async fn try_again(&mut self, Try { head, to, body, answer }: Try) -> bool {
+    async fn try_again(
+        &mut self,
+        Try {
+            head,
+            to,
+            body,
+            answer,
+        }: Try,
+    ) -> bool {
         let prefills = self.live.pipeline.prefills();
-        let retried = Retried { to, path: head.path.clone(), headers: prefills.headers(&head), body };
+        let retried = Retried {
+            to,
+            path: head.path.clone(),
+            headers: prefills.headers(&head),
+            body,
+        };
         self.aborted = false;
-        let again = self.record.tried_again(self.live.pipeline.entrance(), retried).await;
+        let again = self
+            .record
+            .tried_again(self.live.pipeline.entrance(), retried)
+            .await;
         let goes_on = !matches!(again, Again::GivenUp);
         // Where the try is over by now, so is what was begun for it.
         _ = answer.send(again);
@@ -290,20 +337,25 @@ impl Stream {
         match body {
             body if self.exchange.held() > 0 => body,
             Body::Whole(bytes) => kept(bytes.clone()).map_or_else(|| shed(&bytes), Body::Whole),
-            Body::Cut { shown, length } => {
-                kept(shown.clone()).map_or_else(|| shed(&shown), |shown| Body::Cut { shown, length })
-            }
-            Body::TooLarge { shown, bytes } => {
-                kept(shown.clone()).map_or_else(|| shed(&shown), |shown| Body::TooLarge { shown, bytes })
-            }
+            Body::Cut { shown, length } => kept(shown.clone())
+                .map_or_else(|| shed(&shown), |shown| Body::Cut { shown, length }),
+            Body::TooLarge { shown, bytes } => kept(shown.clone())
+                .map_or_else(|| shed(&shown), |shown| Body::TooLarge { shown, bytes }),
             body => body,
         }
     }
 
     /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
     /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
-    async fn route(&mut self, inbound: Inbound, early: &mut VecDeque<Asked>) -> Result<Option<Routed>, StreamClose> {
-        let inbound = Inbound { body: self.keep(inbound.body), ..inbound };
+    async fn route(
+        &mut self,
+        inbound: Inbound,
+        early: &mut VecDeque<Asked>,
+    ) -> Result<Option<Routed>, StreamClose> {
+        let inbound = Inbound {
+            body: self.keep(inbound.body),
+            ..inbound
+        };
         let pipeline = self.live.pipeline.clone();
         let (tell, mut told) = oneshot::channel();
         let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));
@@ -347,7 +399,10 @@ impl Stream {
 
 /// What is left of a body that cannot be kept.
 fn shed(body: &[u8]) -> Body {
-    Body::Shed { bytes: body.len(), model: openai::model_quickly(body) }
+    Body::Shed {
+        bytes: body.len(),
+        model: openai::model_quickly(body),
+    }
 }
 
 fn body_bytes(wire: &Asked) -> usize {

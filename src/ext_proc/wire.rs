@@ -10,7 +10,8 @@ use envoy_types::pb::envoy::config::core::v3::Metadata;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::SERVICE_NAME;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse, ProtocolConfiguration,
+    HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse,
+    ProtocolConfiguration,
 };
 use envoy_types::pb::google::protobuf::Struct;
 use tonic::Status;
@@ -81,7 +82,11 @@ pub struct Piece {
 impl Piece {
     /// A piece with these bytes.
     pub fn new(body: impl Into<Bytes>, end_of_stream: bool) -> Self {
-        Self { body: body.into(), end_of_stream, ..Self::default() }
+        Self {
+            body: body.into(),
+            end_of_stream,
+            ..Self::default()
+        }
     }
 
     /// Whether it is the last piece of the body.
@@ -92,8 +97,19 @@ impl Piece {
 
 impl From<HttpBody> for Piece {
     fn from(body: HttpBody) -> Self {
-        let HttpBody { body, end_of_stream, end_of_stream_without_message, grpc_message_compressed, .. } = body;
-        Self { body: body.into(), end_of_stream, end_of_stream_without_message, grpc_message_compressed }
+        let HttpBody {
+            body,
+            end_of_stream,
+            end_of_stream_without_message,
+            grpc_message_compressed,
+            ..
+        } = body;
+        Self {
+            body: body.into(),
+            end_of_stream,
+            end_of_stream_without_message,
+            grpc_message_compressed,
+        }
     }
 }
 
@@ -107,8 +123,18 @@ impl From<ProcessingRequest> for Asked {
             Request::RequestTrailers(trailers) => Part::RequestTrailers(trailers),
             Request::ResponseTrailers(trailers) => Part::ResponseTrailers(trailers),
         });
-        let ProcessingRequest { metadata_context, attributes, protocol_config, .. } = wire;
-        Self { metadata_context, attributes, protocol_config, part }
+        let ProcessingRequest {
+            metadata_context,
+            attributes,
+            protocol_config,
+            ..
+        } = wire;
+        Self {
+            metadata_context,
+            attributes,
+            protocol_config,
+            part,
+        }
     }
 }
 
@@ -180,7 +206,10 @@ where
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
         if request.uri().path() != PATH {
-            return Box::pin(std::future::ready(Ok(Status::unimplemented("no such method").into_http())));
+            return Box::pin(std::future::ready(Ok(Status::unimplemented(
+                "no such method",
+            )
+            .into_http())));
         }
         // tonic does not pass the URI on.
         if let Some(authority) = request.uri().authority().cloned() {
@@ -207,23 +236,41 @@ mod tests {
     use super::*;
 
     fn headers() -> impl Strategy<Value = HttpHeaders> {
-        let pairs = proptest::collection::vec(("[a-z:-]{0,12}", proptest::collection::vec(any::<u8>(), 0..40)), 0..6);
+        let pairs = proptest::collection::vec(
+            (
+                "[a-z:-]{0,12}",
+                proptest::collection::vec(any::<u8>(), 0..40),
+            ),
+            0..6,
+        );
         (pairs, any::<bool>()).prop_map(|(pairs, end_of_stream)| {
-            let header = |(key, raw_value)| HeaderValue { key, raw_value, ..HeaderValue::default() };
-            let headers = Some(HeaderMap { headers: pairs.into_iter().map(header).collect() });
-            HttpHeaders { headers, end_of_stream, ..HttpHeaders::default() }
+            let header = |(key, raw_value)| HeaderValue {
+                key,
+                raw_value,
+                ..HeaderValue::default()
+            };
+            let headers = Some(HeaderMap {
+                headers: pairs.into_iter().map(header).collect(),
+            });
+            HttpHeaders {
+                headers,
+                end_of_stream,
+                ..HttpHeaders::default()
+            }
         })
     }
 
     fn body() -> impl Strategy<Value = HttpBody> {
         let body = proptest::collection::vec(any::<u8>(), 0..3_000);
-        (body, any::<[bool; 3]>()).prop_map(|(body, [end_of_stream, without_message, compressed])| HttpBody {
-            body,
-            end_of_stream,
-            end_of_stream_without_message: without_message,
-            grpc_message_compressed: compressed,
-            ..HttpBody::default()
-        })
+        (body, any::<[bool; 3]>()).prop_map(
+            |(body, [end_of_stream, without_message, compressed])| HttpBody {
+                body,
+                end_of_stream,
+                end_of_stream_without_message: without_message,
+                grpc_message_compressed: compressed,
+                ..HttpBody::default()
+            },
+        )
     }
 
     fn request() -> impl Strategy<Value = Option<Request>> {
@@ -233,14 +280,21 @@ mod tests {
             headers().prop_map(Request::ResponseHeaders),
             body().prop_map(Request::RequestBody),
             body().prop_map(Request::ResponseBody),
-            Just(()).prop_map(trailers).prop_map(Request::RequestTrailers),
-            Just(()).prop_map(trailers).prop_map(Request::ResponseTrailers),
+            Just(())
+                .prop_map(trailers)
+                .prop_map(Request::RequestTrailers),
+            Just(())
+                .prop_map(trailers)
+                .prop_map(Request::ResponseTrailers),
         ])
     }
 
     fn structure() -> impl Strategy<Value = Struct> {
-        let value = "[a-z.]{0,9}".prop_map(|text| Value { kind: Some(Kind::StringValue(text)) });
-        proptest::collection::hash_map("[a-z.]{0,9}", value, 0..3).prop_map(|fields| Struct { fields })
+        let value = "[a-z.]{0,9}".prop_map(|text| Value {
+            kind: Some(Kind::StringValue(text)),
+        });
+        proptest::collection::hash_map("[a-z.]{0,9}", value, 0..3)
+            .prop_map(|fields| Struct { fields })
     }
 
     proptest! {
@@ -281,10 +335,22 @@ mod tests {
 
     #[test]
     fn a_body_is_not_copied() {
-        let piece = Piece { body: Bytes::from(vec![7; 9_000]), end_of_stream: true, ..Piece::default() };
-        let wire = Asked { part: Some(Part::RequestBody(piece)), ..Asked::default() };
+        let piece = Piece {
+            body: Bytes::from(vec![7; 9_000]),
+            end_of_stream: true,
+            ..Piece::default()
+        };
+        let wire = Asked {
+            part: Some(Part::RequestBody(piece)),
+            ..Asked::default()
+        };
         let bytes = Bytes::from(wire.encode_to_vec());
-        let Some(Part::RequestBody(read)) = Asked::decode(bytes.clone()).unwrap().part else { panic!("a body") };
-        assert!(bytes.as_ptr_range().contains(&read.body.as_ptr()), "it lies in what was received");
+        let Some(Part::RequestBody(read)) = Asked::decode(bytes.clone()).unwrap().part else {
+            panic!("a body")
+        };
+        assert!(
+            bytes.as_ptr_range().contains(&read.body.as_ptr()),
+            "it lies in what was received"
+        );
     }
 }

@@ -5,7 +5,10 @@ use crate::worker::{BlockSize, DpRank, Endpoint, EventSource, Ranks, Role};
 
 fn worker(id: u64, ranks: u32) -> Worker {
     Worker {
-        ranks: Ranks { start: 0, size: NonZeroU32::new(ranks).unwrap() },
+        ranks: Ranks {
+            start: 0,
+            size: NonZeroU32::new(ranks).unwrap(),
+        },
         ..Worker::new(
             WorkerId(id),
             Endpoint(format!("10.0.0.{id}:8000").parse().unwrap()),
@@ -16,7 +19,10 @@ fn worker(id: u64, ranks: u32) -> Worker {
 }
 
 fn slots(members: &[Member]) -> Vec<(u64, u32, u32)> {
-    members.iter().map(|m| (m.rank.worker.0, m.rank.rank.0, m.slot.0)).collect()
+    members
+        .iter()
+        .map(|m| (m.rank.worker.0, m.rank.rank.0, m.slot.0))
+        .collect()
 }
 
 #[test]
@@ -27,19 +33,29 @@ fn an_unchanged_set_changes_nothing() {
     let second = first.fleet.reconcile(vec![worker(2, 1), worker(1, 2)]);
     assert_eq!(second.fleet.generation(), 1);
     assert!(second.added.is_empty() && second.removed.is_empty() && second.kept_changed.is_empty());
-    assert!(Arc::ptr_eq(second.fleet.worker(WorkerId(1)).unwrap(), first.fleet.worker(WorkerId(1)).unwrap()));
+    assert!(Arc::ptr_eq(
+        second.fleet.worker(WorkerId(1)).unwrap(),
+        first.fleet.worker(WorkerId(1)).unwrap()
+    ));
 }
 
 #[test]
 fn a_freed_slot_rests_for_one_reconciliation() {
-    let fleet = Fleet::empty().reconcile(vec![worker(1, 1), worker(2, 1)]).fleet;
+    let fleet = Fleet::empty()
+        .reconcile(vec![worker(1, 1), worker(2, 1)])
+        .fleet;
     let swap = fleet.reconcile(vec![worker(2, 1), worker(3, 1)]);
     assert_eq!(slots(&swap.removed), [(1, 0, 0)]);
     assert_eq!(slots(&swap.added), [(3, 0, 2)]);
-    let later = swap.fleet.reconcile(vec![worker(2, 1), worker(3, 1), worker(4, 2)]);
+    let later = swap
+        .fleet
+        .reconcile(vec![worker(2, 1), worker(3, 1), worker(4, 2)]);
     assert_eq!(slots(&later.added), [(4, 0, 0), (4, 1, 3)]);
     assert_eq!(later.fleet.slots(), 4);
-    assert_eq!(later.fleet.serving(&"m".into()), [Slot(0), Slot(1), Slot(2), Slot(3)]);
+    assert_eq!(
+        later.fleet.serving(&"m".into()),
+        [Slot(0), Slot(1), Slot(2), Slot(3)]
+    );
 }
 
 #[test]
@@ -52,7 +68,9 @@ fn what_identifies_a_worker_moves_it_to_a_new_slot() {
         replay: None,
     };
     let moved: [Change; 4] = [
-        ("endpoint", |w| w.endpoint = Endpoint("10.9.9.9:1".parse().unwrap())),
+        ("endpoint", |w| {
+            w.endpoint = Endpoint("10.9.9.9:1".parse().unwrap())
+        }),
         ("model", |w| w.model = "other".into()),
         ("block size", |w| w.block_size = BlockSize::new(32).unwrap()),
         ("ranks", |w| w.ranks.start = 1),
@@ -96,7 +114,10 @@ fn a_changed_role_capacity_or_taint_updates_in_place() {
         assert!(diff.added.is_empty() && diff.removed.is_empty());
         assert_eq!(diff.fleet.generation(), 2);
         assert!(diff.fleet.members().all(|member| *member.worker == changed));
-        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(1) };
+        let rank = WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(1),
+        };
         assert_eq!(diff.fleet.slot(rank), Some(Slot(1)));
     }
 }
@@ -131,18 +152,45 @@ fn the_debug_page_shows_generation_and_members() {
 
 #[test]
 fn what_some_are_is_known_per_model() {
-    let of = |id, role, draining, model: &str| Worker { role, draining, model: model.into(), ..worker(id, 1) };
+    let of = |id, role, draining, model: &str| Worker {
+        role,
+        draining,
+        model: model.into(),
+        ..worker(id, 1)
+    };
     let (both, decode) = (Role::Aggregated, Role::Decode);
-    let workers = vec![of(1, both, false, "a"), of(2, decode, false, "b"), of(3, Role::Prefill, true, "b")];
+    let workers = vec![
+        of(1, both, false, "a"),
+        of(2, decode, false, "b"),
+        of(3, Role::Prefill, true, "b"),
+    ];
     let fleet = Fleet::empty().reconcile(workers.clone()).fleet;
     assert!(fleet.kinds(Some(&"a".into())).is_plain());
-    let all = Kinds { prefill: true, decode: true, draining: true };
+    let all = Kinds {
+        prefill: true,
+        decode: true,
+        draining: true,
+    };
     assert_eq!(fleet.kinds(Some(&"b".into())), all);
     assert_eq!(fleet.kinds(None), all);
     assert_eq!(Kinds::of(&workers), all);
     // It follows changes that keep the worker.
-    let fleet = fleet.reconcile(vec![of(1, both, true, "a"), of(2, both, false, "b")]).fleet;
-    assert_eq!(fleet.kinds(Some(&"a".into())), Kinds { draining: true, ..Kinds::default() });
+    let fleet = fleet
+        .reconcile(vec![of(1, both, true, "a"), of(2, both, false, "b")])
+        .fleet;
+    assert_eq!(
+        fleet.kinds(Some(&"a".into())),
+        Kinds {
+            draining: true,
+            ..Kinds::default()
+        }
+    );
     assert!(fleet.kinds(Some(&"b".into())).is_plain());
-    assert_eq!(fleet.kinds(None), Kinds { draining: true, ..Kinds::default() });
+    assert_eq!(
+        fleet.kinds(None),
+        Kinds {
+            draining: true,
+            ..Kinds::default()
+        }
+    );
 }

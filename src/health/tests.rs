@@ -11,7 +11,9 @@ fn seconds(seconds: u64) -> Duration {
 /// A worker that was just taken out.
 fn out(start: Instant) -> Arc<Health> {
     let health = Health::new(HealthRules::default());
-    let changes: Vec<_> = (0..3).map(|_| health.report(WORKER, Outcome::Failure, start)).collect();
+    let changes: Vec<_> = (0..3)
+        .map(|_| health.report(WORKER, Outcome::Failure, start))
+        .collect();
     assert_eq!(changes, [None, None, Some(Change::TakenOut(seconds(1)))]);
     health
 }
@@ -20,12 +22,21 @@ fn out(start: Instant) -> Arc<Health> {
 fn failures_in_a_row_take_a_worker_out_and_any_success_between_them_does_not() {
     let health = Health::new(HealthRules::default());
     let now = Instant::now();
-    for outcome in [Outcome::Failure, Outcome::Failure, Outcome::Success, Outcome::Failure, Outcome::Failure] {
+    for outcome in [
+        Outcome::Failure,
+        Outcome::Failure,
+        Outcome::Success,
+        Outcome::Failure,
+        Outcome::Failure,
+    ] {
         assert_eq!(health.report(WORKER, outcome, now), None);
     }
     assert_eq!(health.report(WORKER, Outcome::Overloaded, now), None);
     assert_eq!(health.standing(WORKER, now), Condition::Well);
-    assert_eq!(health.report(WORKER, Outcome::Failure, now), Some(Change::TakenOut(seconds(1))));
+    assert_eq!(
+        health.report(WORKER, Outcome::Failure, now),
+        Some(Change::TakenOut(seconds(1)))
+    );
     assert_eq!(health.standing(WORKER, now), Condition::Out);
     assert_eq!(health.standing(WorkerId(8), now), Condition::Well);
     assert_eq!(health.unwell(now), [(WORKER, Condition::Out)].into());
@@ -38,16 +49,29 @@ fn each_failed_probe_doubles_the_time_out_up_to_the_limit() {
     for period in [2, 4, 8, 16, 32, 60, 60] {
         now += seconds(60);
         let probe = health.claim_probe(WORKER, now).unwrap();
-        assert_eq!(probe.report(Outcome::Failure, now), Some(Change::KeptOut(seconds(period))));
-        assert_eq!(health.standing(WORKER, now + seconds(period) - Duration::from_nanos(1)), Condition::Out);
-        assert_eq!(health.standing(WORKER, now + seconds(period)), Condition::Due);
+        assert_eq!(
+            probe.report(Outcome::Failure, now),
+            Some(Change::KeptOut(seconds(period)))
+        );
+        assert_eq!(
+            health.standing(WORKER, now + seconds(period) - Duration::from_nanos(1)),
+            Condition::Out
+        );
+        assert_eq!(
+            health.standing(WORKER, now + seconds(period)),
+            Condition::Due
+        );
     }
     let probe = health.claim_probe(WORKER, now + seconds(60)).unwrap();
     assert_eq!(probe.report(Outcome::Success, now), Some(Change::Back));
     assert_eq!(health.standing(WORKER, now), Condition::Well);
     assert!(health.all_well());
     (0..3).for_each(|_| _ = health.report(WORKER, Outcome::Failure, now));
-    assert_eq!(health.standing(WORKER, now + seconds(1)), Condition::Due, "the time out begins anew");
+    assert_eq!(
+        health.standing(WORKER, now + seconds(1)),
+        Condition::Due,
+        "the time out begins anew"
+    );
 }
 
 #[test]
@@ -71,7 +95,10 @@ fn a_success_of_any_request_brings_a_worker_back_and_a_failure_does_not_keep_it_
     let health = out(start);
     assert_eq!(health.report(WORKER, Outcome::Failure, start), None);
     assert_eq!(health.standing(WORKER, start + seconds(1)), Condition::Due);
-    assert_eq!(health.report(WORKER, Outcome::Success, start), Some(Change::Back));
+    assert_eq!(
+        health.report(WORKER, Outcome::Success, start),
+        Some(Change::Back)
+    );
     assert_eq!(health.standing(WORKER, start), Condition::Well);
 }
 
@@ -85,7 +112,11 @@ fn the_verdict_on_a_forgotten_worker_does_not_count_for_the_next_of_its_id() {
     (0..3).for_each(|_| _ = health.report(WORKER, Outcome::Failure, start));
     let second = health.claim_probe(WORKER, start + seconds(1)).unwrap();
     assert_eq!(probe.report(Outcome::Success, start), None);
-    assert_eq!(health.standing(WORKER, start + seconds(1)), Condition::Out, "the second probe is under way");
+    assert_eq!(
+        health.standing(WORKER, start + seconds(1)),
+        Condition::Out,
+        "the second probe is under way"
+    );
     drop(second);
     assert_eq!(health.standing(WORKER, start + seconds(1)), Condition::Due);
 }
@@ -98,9 +129,18 @@ fn passed_check_after_a_failed_one_ends_the_rest() {
     let mut now = start;
     for period in [1, 2] {
         now += seconds(period);
-        assert!(health.claim_probe(WORKER, now).unwrap().report(Outcome::Failure, now).is_some());
+        assert!(
+            health
+                .claim_probe(WORKER, now)
+                .unwrap()
+                .report(Outcome::Failure, now)
+                .is_some()
+        );
     }
-    assert!(!health.checked(WORKER, true, now), "the endpoint answers while requests fail");
+    assert!(
+        !health.checked(WORKER, true, now),
+        "the endpoint answers while requests fail"
+    );
     assert_eq!(health.standing(WORKER, now), Condition::Out);
     assert!(!health.checked(WORKER, false, now));
     assert!(health.checked(WORKER, true, now));
@@ -109,8 +149,14 @@ fn passed_check_after_a_failed_one_ends_the_rest() {
     // One request tries it, and where that fails the rest begins at its shortest.
     let probe = health.claim_probe(WORKER, now).unwrap();
     assert_eq!(health.standing(WORKER, now), Condition::Out);
-    assert_eq!(probe.report(Outcome::Failure, now), Some(Change::KeptOut(seconds(2))));
-    assert!(!health.checked(WorkerId(77), false, now) && !health.checked(WorkerId(77), true, now), "it is well");
+    assert_eq!(
+        probe.report(Outcome::Failure, now),
+        Some(Change::KeptOut(seconds(2)))
+    );
+    assert!(
+        !health.checked(WorkerId(77), false, now) && !health.checked(WorkerId(77), true, now),
+        "it is well"
+    );
 }
 
 #[test]
@@ -129,28 +175,48 @@ fn flapping_health_endpoint_does_not_defeat_the_back_off() {
     assert_eq!(early, [true, true, true, false, false]);
     // The failures after 0, 100 and 200 ms have doubled the rest of 1 s.
     let last = start + Duration::from_millis(200);
-    assert_eq!(health.standing(WORKER, last + seconds(8) - Duration::from_nanos(1)), Condition::Out);
+    assert_eq!(
+        health.standing(WORKER, last + seconds(8) - Duration::from_nanos(1)),
+        Condition::Out
+    );
     assert_eq!(health.standing(WORKER, last + seconds(8)), Condition::Due);
 }
 
 #[test]
 fn refused_request_neither_forgives_nor_ends_a_probe() {
     let start = Instant::now();
-    let health = Health::new(HealthRules { failures: 2, ..HealthRules::default() });
+    let health = Health::new(HealthRules {
+        failures: 2,
+        ..HealthRules::default()
+    });
     for _ in 0..2 {
         health.report(WORKER, Outcome::Failure, start);
         assert_eq!(health.report(WORKER, Outcome::of_status(404), start), None);
     }
-    assert_eq!(health.standing(WORKER, start), Condition::Out, "two failures in a row");
+    assert_eq!(
+        health.standing(WORKER, start),
+        Condition::Out,
+        "two failures in a row"
+    );
     let probe = health.claim_probe(WORKER, start + seconds(1)).unwrap();
-    assert_eq!(probe.report(Outcome::of_status(422), start + seconds(1)), None);
+    assert_eq!(
+        probe.report(Outcome::of_status(422), start + seconds(1)),
+        None
+    );
     assert_eq!(health.standing(WORKER, start + seconds(1)), Condition::Due);
 }
 
 #[test]
 fn no_failure_takes_a_worker_out_where_that_is_turned_off() {
-    let health = Health::new(HealthRules { failures: 0, ..HealthRules::default() });
-    assert!((0..10).all(|_| health.report(WORKER, Outcome::Failure, Instant::now()).is_none()));
+    let health = Health::new(HealthRules {
+        failures: 0,
+        ..HealthRules::default()
+    });
+    assert!((0..10).all(|_| {
+        health
+            .report(WORKER, Outcome::Failure, Instant::now())
+            .is_none()
+    }));
     assert!(health.all_well());
 }
 

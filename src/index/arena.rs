@@ -50,7 +50,10 @@ pub(super) struct Asked<'a> {
 
 impl Asked<'_> {
     pub(super) fn skip(self, blocks: usize) -> Self {
-        Self { locals: &self.locals[blocks..], names: &self.names[blocks..] }
+        Self {
+            locals: &self.locals[blocks..],
+            names: &self.names[blocks..],
+        }
     }
 }
 
@@ -73,7 +76,14 @@ impl Default for Arena {
     fn default() -> Self {
         // So there are never as many runs as would look like free stretches.
         let most = FREE as usize / CHUNK - 1;
-        Self { chunks: Vec::new(), lists: [NONE; LISTS], free: 0, used: 0, bare: Vec::new(), most }
+        Self {
+            chunks: Vec::new(),
+            lists: [NONE; LISTS],
+            free: 0,
+            used: 0,
+            bare: Vec::new(),
+            most,
+        }
     }
 }
 
@@ -131,8 +141,10 @@ impl Arena {
     pub(super) fn take(&mut self, want: usize, least: usize) -> Option<Stretch> {
         let want = want.min(CHUNK);
         let least = if self.free > self.used { 1 } else { least };
-        let stretch =
-            self.take_free(want, least).or_else(|| self.take_fresh(want)).or_else(|| self.take_free(want, 1))?;
+        let stretch = self
+            .take_free(want, least)
+            .or_else(|| self.take_fresh(want))
+            .or_else(|| self.take_free(want, 1))?;
         self.used += stretch.len as usize;
         Some(stretch)
     }
@@ -141,16 +153,23 @@ impl Arena {
     pub(super) fn take_behind(&mut self, end: u32, want: usize) -> u32 {
         let (number, at) = place(end);
         let is_last = number + 1 == self.chunks.len();
-        let Some(chunk) = self.chunks.get_mut(number).filter(|_| at > 0) else { return 0 };
+        let Some(chunk) = self.chunks.get_mut(number).filter(|_| at > 0) else {
+            return 0;
+        };
         let got = if at == chunk.homes.len() && is_last {
             let got = want.min(CHUNK - at);
             chunk.extend(got);
             got
         } else {
-            let Some(len) = chunk.homes.get(at).and_then(|home| free_length(*home)) else { return 0 };
+            let Some(len) = chunk.homes.get(at).and_then(|home| free_length(*home)) else {
+                return 0;
+            };
             self.unlist(Stretch { first: end, len });
             let got = want.min(len as usize);
-            self.list(Stretch { first: end + got as u32, len: len - got as u32 });
+            self.list(Stretch {
+                first: end + got as u32,
+                len: len - got as u32,
+            });
             got
         };
         self.used += got;
@@ -166,15 +185,30 @@ impl Arena {
         self.settle(stretch, NOWHERE);
         let (number, at) = place(stretch.first);
         let homes = &self.chunks[number].homes;
-        let before = at.checked_sub(1).and_then(|at| free_length(homes[at])).unwrap_or(0);
-        let after = homes.get(at + stretch.len as usize).and_then(|home| free_length(*home)).unwrap_or(0);
+        let before = at
+            .checked_sub(1)
+            .and_then(|at| free_length(homes[at]))
+            .unwrap_or(0);
+        let after = homes
+            .get(at + stretch.len as usize)
+            .and_then(|home| free_length(*home))
+            .unwrap_or(0);
         if before > 0 {
-            self.unlist(Stretch { first: stretch.first - before, len: before });
+            self.unlist(Stretch {
+                first: stretch.first - before,
+                len: before,
+            });
         }
         if after > 0 {
-            self.unlist(Stretch { first: stretch.end(), len: after });
+            self.unlist(Stretch {
+                first: stretch.end(),
+                len: after,
+            });
         }
-        let whole = Stretch { first: stretch.first - before, len: before + stretch.len + after };
+        let whole = Stretch {
+            first: stretch.first - before,
+            len: before + stretch.len + after,
+        };
         let is_last = number + 1 == self.chunks.len();
         let chunk = &mut self.chunks[number];
         let from = at - before as usize;
@@ -196,10 +230,16 @@ impl Arena {
         // Where it takes several anyway, the largest.
         let mut small = small.iter().rev().copied().filter(|head| *head != NONE);
         let first = large.or_else(|| small.find(|head| self.length(*head) as usize >= least))?;
-        let whole = Stretch { first, len: self.length(first) };
+        let whole = Stretch {
+            first,
+            len: self.length(first),
+        };
         self.unlist(whole);
         let len = whole.len.min(want as u32);
-        self.list(Stretch { first: first + len, len: whole.len - len });
+        self.list(Stretch {
+            first: first + len,
+            len: whole.len - len,
+        });
         Some(Stretch { first, len })
     }
 
@@ -212,11 +252,17 @@ impl Arena {
         let chunk = &mut self.chunks[number];
         let at = chunk.homes.len();
         chunk.extend(want);
-        let whole = Stretch { first: (number * CHUNK + at) as u32, len: want as u32 };
+        let whole = Stretch {
+            first: (number * CHUNK + at) as u32,
+            len: want as u32,
+        };
         if !is_last {
             // Only the last chunk may be shorter.
             chunk.extend(CHUNK - want);
-            self.list(Stretch { first: whole.end(), len: (CHUNK - want) as u32 });
+            self.list(Stretch {
+                first: whole.end(),
+                len: (CHUNK - want) as u32,
+            });
         }
         Some(whole)
     }
@@ -226,11 +272,18 @@ impl Arena {
         let number = match self.bare.pop() {
             Some(bare) => bare as usize,
             None => {
-                if let Some(last) = self.chunks.last_mut().filter(|last| last.homes.len() < CHUNK) {
+                if let Some(last) = self
+                    .chunks
+                    .last_mut()
+                    .filter(|last| last.homes.len() < CHUNK)
+                {
                     let at = last.homes.len();
                     last.extend(CHUNK - at);
                     let first = ((self.chunks.len() - 1) * CHUNK + at) as u32;
-                    self.list(Stretch { first, len: (CHUNK - at) as u32 });
+                    self.list(Stretch {
+                        first,
+                        len: (CHUNK - at) as u32,
+                    });
                 }
                 if self.chunks.len() == self.most {
                     return None;
@@ -333,14 +386,21 @@ const STEP: usize = 16;
 /// Length of the common beginning. Agreement is the usual case, so a difference is only looked for where one is.
 pub(super) fn common(run: &[LocalHash], prompt: &[LocalHash]) -> usize {
     let (ours, theirs) = (run.chunks_exact(STEP), prompt.chunks_exact(STEP));
-    let same = ours.zip(theirs).take_while(|(ours, theirs)| is_same(ours, theirs)).count() * STEP;
+    let same = ours
+        .zip(theirs)
+        .take_while(|(ours, theirs)| is_same(ours, theirs))
+        .count()
+        * STEP;
     let rest = run[same..].iter().zip(&prompt[same..]);
     same + rest.take(STEP).take_while(|(a, b)| a == b).count()
 }
 
 /// Without a branch for each hash.
 fn is_same(ours: &[LocalHash], theirs: &[LocalHash]) -> bool {
-    ours.iter().zip(theirs).fold(0, |difference, (a, b)| difference | (a.0 ^ b.0)) == 0
+    ours.iter()
+        .zip(theirs)
+        .fold(0, |difference, (a, b)| difference | (a.0 ^ b.0))
+        == 0
 }
 
 fn place(at: u32) -> (usize, usize) {

@@ -31,7 +31,10 @@ impl Children {
         match self {
             Self::None => None,
             Self::One(first, run) => (*first == local).then_some(*run),
-            Self::Few(list) => list.iter().find(|(first, _)| *first == local).map(|(_, run)| *run),
+            Self::Few(list) => list
+                .iter()
+                .find(|(first, _)| *first == local)
+                .map(|(_, run)| *run),
             Self::Many(map) => map.get(&local).copied(),
         }
     }
@@ -105,7 +108,9 @@ impl Children {
             Self::Few(list) => (None, Some(list.iter().map(|(_, run)| *run)), None),
             Self::Many(map) => (None, None, Some(map.values().copied())),
         };
-        one.into_iter().chain(few.into_iter().flatten()).chain(many.into_iter().flatten())
+        one.into_iter()
+            .chain(few.into_iter().flatten())
+            .chain(many.into_iter().flatten())
     }
 }
 

@@ -40,7 +40,13 @@ struct Open {
 
 impl Open {
     fn since(generation: u32) -> Self {
-        Self { generation, horizon: generation, heard: Mixed::default(), certain: 0, evicted: 0 }
+        Self {
+            generation,
+            horizon: generation,
+            heard: Mixed::default(),
+            certain: 0,
+            evicted: 0,
+        }
     }
 }
 
@@ -72,7 +78,10 @@ impl Doubts {
     /// Contents that may be gone of what a prefix on the device takes: blocks there, and the cache groups' shares of them.
     pub(super) fn doubted(&self) -> u64 {
         let of_device = |layer: &Layer| layer.tier().is_none_or(|tier| tier == Tier::Device);
-        Layer::all().filter(of_device).map(|layer| self.of(layer).doubted()).sum()
+        Layer::all()
+            .filter(of_device)
+            .map(|layer| self.of(layer).doubted())
+            .sum()
     }
 
     /// Contents of a layer.
@@ -109,7 +118,9 @@ impl Doubts {
 
     /// A content is there; whether that is news.
     pub(super) fn hear(&mut self, place: Place, layer: impl Into<Layer>) -> bool {
-        let Some(open) = &mut self.of_mut(layer.into()).open else { return false };
+        let Some(open) = &mut self.of_mut(layer.into()).open else {
+            return false;
+        };
         let news = open.heard.insert(key(place), open.generation) != Some(open.generation);
         open.certain += u64::from(news);
         news
@@ -130,7 +141,9 @@ impl Doubts {
 
     /// The layers in which contents are gone that were not heard of, where it takes a look at so many names to find them.
     pub(super) fn due(&self, names: u64) -> Layers {
-        Layer::all().filter(|layer| self.of(*layer).is_due(names)).fold(Layers::NONE, Layers::with)
+        Layer::all()
+            .filter(|layer| self.of(*layer).is_due(names))
+            .fold(Layers::NONE, Layers::with)
     }
 
     /// The generation before which contents were last heard of that were not heard of since.
@@ -140,7 +153,10 @@ impl Doubts {
 
     /// Whether a content was not heard of since the horizon.
     pub(super) fn is_old(&self, place: Place, layer: impl Into<Layer>) -> bool {
-        self.of(layer.into()).open.as_ref().is_some_and(|open| !open.heard.contains_key(&key(place)))
+        self.of(layer.into())
+            .open
+            .as_ref()
+            .is_some_and(|open| !open.heard.contains_key(&key(place)))
     }
 
     /// Those that were old are forgotten; what was heard of before this generation is looked after next.
@@ -165,7 +181,9 @@ impl Doubts {
 
 impl OfLayer {
     fn doubted(&self) -> u64 {
-        self.open.as_ref().map_or(0, |open| self.placed - open.certain)
+        self.open
+            .as_ref()
+            .map_or(0, |open| self.placed - open.certain)
     }
 
     fn close(&mut self) {
@@ -187,12 +205,23 @@ impl Doubts {
     pub(super) fn check(&self, held: &std::collections::HashSet<(Place, Layer)>) {
         for layer in Layer::all() {
             let of = self.of(layer);
-            let held: Vec<Place> = held.iter().filter(|(_, of)| *of == layer).map(|(place, _)| *place).collect();
+            let held: Vec<Place> = held
+                .iter()
+                .filter(|(_, of)| *of == layer)
+                .map(|(place, _)| *place)
+                .collect();
             assert_eq!(of.placed, held.len() as u64, "{layer:?}");
             let Some(open) = &of.open else { continue };
             let heard = held.iter().filter_map(|place| open.heard.get(&key(*place)));
-            assert_eq!(heard.clone().count(), open.heard.len(), "heard of what is not held");
-            assert_eq!(heard.filter(|heard| **heard == open.generation).count() as u64, open.certain);
+            assert_eq!(
+                heard.clone().count(),
+                open.heard.len(),
+                "heard of what is not held"
+            );
+            assert_eq!(
+                heard.filter(|heard| **heard == open.generation).count() as u64,
+                open.certain
+            );
             assert!(of.doubted() > 0, "nothing is left to doubt");
         }
     }
@@ -208,7 +237,10 @@ mod tests {
     use crate::index::trie::BlockId;
 
     fn place(block: u32) -> Place {
-        Place { shard: 3, block: BlockId(block) }
+        Place {
+            shard: 3,
+            block: BlockId(block),
+        }
     }
 
     #[test]
@@ -246,13 +278,21 @@ mod tests {
             doubts.gap(generation);
             doubts.evicted(Tier::Device, generation);
         }
-        assert_eq!(doubts.due(20), Layers::one(Tier::Device), "six of six, and nothing in another tier");
+        assert_eq!(
+            doubts.due(20),
+            Layers::one(Tier::Device),
+            "six of six, and nothing in another tier"
+        );
         assert_eq!(doubts.due(200), Layers::NONE, "not worth it");
         assert_eq!(doubts.horizon(Tier::Device), Some(1));
         assert!(doubts.is_old(place(4), Tier::Device) && !doubts.is_old(place(3), Tier::Device));
         assert!(doubts.is_old(place(3), Tier::HostPinned), "another tier");
         doubts.left_all((4..10).map(place), Tier::Device.into());
         doubts.forgotten(Tier::Device.into());
-        assert_eq!((doubts.doubted(), doubts.due(20)), (4, Layers::NONE), "they were heard of before the last gap");
+        assert_eq!(
+            (doubts.doubted(), doubts.due(20)),
+            (4, Layers::NONE),
+            "they were heard of before the last gap"
+        );
     }
 }

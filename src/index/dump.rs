@@ -75,14 +75,21 @@ impl<R: Read> Reader<R> {
             return Err(DumpError::Magic);
         }
         match u16::from_le_bytes([version[0], version[1]]) {
-            VERSION => Ok(Self { input, ranks: 0, done: false }),
+            VERSION => Ok(Self {
+                input,
+                ranks: 0,
+                done: false,
+            }),
             other => Err(DumpError::Version(other)),
         }
     }
 
     /// The only rank of a dump that is read to its end.
     pub fn single(mut self) -> Result<RankDump, DumpError> {
-        let rank = self.next().transpose()?.ok_or(DumpError::Malformed("no rank"))?;
+        let rank = self
+            .next()
+            .transpose()?
+            .ok_or(DumpError::Malformed("no rank"))?;
         match self.next().transpose()? {
             None => Ok(rank),
             Some(_) => Err(DumpError::Malformed("more than one rank")),
@@ -137,7 +144,9 @@ impl RankDump {
     /// The same as it is after a while in which nobody listened.
     #[must_use]
     pub fn of_the_past(mut self) -> Self {
-        self.position.iter_mut().for_each(|position| position.live = false);
+        self.position
+            .iter_mut()
+            .for_each(|position| position.live = false);
         self
     }
 }

@@ -19,7 +19,9 @@ impl Extents {
     }
 
     pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = Stretch> {
-        std::iter::once(self.head).filter(|head| head.len > 0).chain(self.more.iter().copied())
+        std::iter::once(self.head)
+            .filter(|head| head.len > 0)
+            .chain(self.more.iter().copied())
     }
 
     /// The first stretch, and the others.
@@ -38,7 +40,10 @@ impl Extents {
 
     /// Positions that have no block yet.
     pub(super) fn room(&self) -> Stretch {
-        Stretch { first: self.last().end(), len: self.room }
+        Stretch {
+            first: self.last().end(),
+            len: self.room,
+        }
     }
 
     /// How many blocks lie before a position, and the stretch it is in.
@@ -74,7 +79,10 @@ impl Extents {
         self.iter().filter_map(move |stretch| {
             let skipped = before.min(stretch.len);
             before -= skipped;
-            (skipped < stretch.len).then_some(Stretch { first: stretch.first + skipped, len: stretch.len - skipped })
+            (skipped < stretch.len).then_some(Stretch {
+                first: stretch.first + skipped,
+                len: stretch.len - skipped,
+            })
         })
     }
 
@@ -95,13 +103,19 @@ impl Extents {
     pub(super) fn narrow(&mut self, keep: u32) -> Stretch {
         let gone = self.room.saturating_sub(keep);
         self.room -= gone;
-        Stretch { first: self.last().end() + self.room, len: gone }
+        Stretch {
+            first: self.last().end() + self.room,
+            len: gone,
+        }
     }
 
     /// Goes on in another stretch, whose blocks are yet to come. Nothing may be kept behind the last one.
     pub(super) fn go_on(&mut self, stretch: Stretch) {
         debug_assert!(self.room == 0, "room in the middle");
-        let empty = Stretch { first: stretch.first, len: 0 };
+        let empty = Stretch {
+            first: stretch.first,
+            len: 0,
+        };
         if self.len == 0 {
             self.head = empty;
         } else if !is_next(self.last(), stretch.first) {
@@ -117,7 +131,10 @@ impl Extents {
 
     /// Those of another run follow. Nothing may be kept behind the last stretch.
     pub(super) fn append(&mut self, other: Extents) {
-        debug_assert!(self.room == 0 && self.len > 0 && other.len > 0, "runs that cannot be joined");
+        debug_assert!(
+            self.room == 0 && self.len > 0 && other.len > 0,
+            "runs that cannot be joined"
+        );
         let last = self.more.last_mut().unwrap_or(&mut self.head);
         let mut head = Some(other.head);
         if is_next(*last, other.head.first) {
@@ -132,7 +149,11 @@ impl Extents {
     /// Keeps the first blocks, and hands over the others and the room behind them.
     pub(super) fn split_off(&mut self, keep: u32) -> Extents {
         debug_assert!(0 < keep && keep < self.len, "an empty part");
-        let mut lower = Extents { len: self.len - keep, room: std::mem::take(&mut self.room), ..Extents::default() };
+        let mut lower = Extents {
+            len: self.len - keep,
+            room: std::mem::take(&mut self.room),
+            ..Extents::default()
+        };
         self.len = keep;
         if keep < self.head.len {
             lower.head = cut(&mut self.head, keep);
@@ -159,7 +180,10 @@ impl Extents {
 
 /// Shortens a stretch; what follows it.
 fn cut(stretch: &mut Stretch, keep: u32) -> Stretch {
-    let gone = Stretch { first: stretch.first + keep, len: stretch.len - keep };
+    let gone = Stretch {
+        first: stretch.first + keep,
+        len: stretch.len - keep,
+    };
     stretch.len = keep;
     gone
 }

@@ -40,13 +40,21 @@ impl Gains {
 
     /// Everything left after this store.
     pub(super) fn clear(&mut self, number: u64) {
-        *self = Self { cleared: Some(number), ..Self::default() };
+        *self = Self {
+            cleared: Some(number),
+            ..Self::default()
+        };
     }
 
     /// Whether one of these left and came again after a store; `None` where that is not remembered.
     pub(super) fn since(&self, number: u64, is_one: impl Fn(Place) -> bool) -> Option<bool> {
         let found = self.cleared.is_some_and(|cleared| number <= cleared)
-            || self.log.iter().rev().take_while(|(at, _)| *at > number).any(|(_, place)| is_one(*place));
+            || self
+                .log
+                .iter()
+                .rev()
+                .take_while(|(at, _)| *at > number)
+                .any(|(_, place)| is_one(*place));
         (found || self.unknown <= number).then_some(found)
     }
 }
@@ -87,7 +95,9 @@ impl Left {
             // One more: a request of the same number may have come before those that are forgotten.
             forgotten = self.older.then_some(self.began + 1);
             (self.turn, self.older) = (1 - self.turn, true);
-            self.lines.iter_mut().for_each(|line| line.0[self.turn] = [0; WORDS]);
+            self.lines
+                .iter_mut()
+                .for_each(|line| line.0[self.turn] = [0; WORDS]);
             (self.count, self.began) = (0, number);
         }
         if self.lines.is_empty() {
@@ -95,19 +105,31 @@ impl Left {
         }
         let (line, set) = place(name);
         let half = &mut self.lines[line].0[self.turn];
-        half.iter_mut().zip(set).for_each(|(word, set)| *word |= set);
+        half.iter_mut()
+            .zip(set)
+            .for_each(|(word, set)| *word |= set);
         self.count += 1;
         forgotten
     }
 
     pub(super) fn has(&self, name: EngineHash) -> bool {
         let (line, set) = place(name);
-        let in_half = |half: &[u64; WORDS]| half.iter().zip(set).fold(0, |no, (word, set)| no | (set & !word)) == 0;
-        self.lines.get(line).is_some_and(|line| line.0.iter().any(in_half))
+        let in_half = |half: &[u64; WORDS]| {
+            half.iter()
+                .zip(set)
+                .fold(0, |no, (word, set)| no | (set & !word))
+                == 0
+        };
+        self.lines
+            .get(line)
+            .is_some_and(|line| line.0.iter().any(in_half))
     }
 
     /// The first name that left lately.
-    pub(super) fn first(&self, names: impl ExactSizeIterator<Item = EngineHash> + Clone) -> Option<usize> {
+    pub(super) fn first(
+        &self,
+        names: impl ExactSizeIterator<Item = EngineHash> + Clone,
+    ) -> Option<usize> {
         if self.lines.is_empty() {
             return None;
         }
@@ -145,30 +167,48 @@ mod tests {
     use crate::index::trie::BlockId;
 
     fn place(block: u32) -> Place {
-        Place { shard: 3, block: BlockId(block) }
+        Place {
+            shard: 3,
+            block: BlockId(block),
+        }
     }
 
     #[test]
     fn gains_beyond_what_is_remembered_are_not_known() {
         let mut gains = Gains::default();
         (1..=MOST_GAINS as u64).for_each(|number| gains.note(number, place(number as u32)));
-        let since = |gains: &Gains, number, block| gains.since(number, |gained| gained == place(block));
-        assert_eq!((since(&gains, 7, 8), since(&gains, 8, 8)), (Some(true), Some(false)));
+        let since =
+            |gains: &Gains, number, block| gains.since(number, |gained| gained == place(block));
+        assert_eq!(
+            (since(&gains, 7, 8), since(&gains, 8, 8)),
+            (Some(true), Some(false))
+        );
         gains.note(MOST_GAINS as u64 + 1, place(0));
-        assert_eq!((since(&gains, 0, 1), since(&gains, 1, 1)), (None, Some(false)));
+        assert_eq!(
+            (since(&gains, 0, 1), since(&gains, 1, 1)),
+            (None, Some(false))
+        );
         gains.clear(9000);
-        assert_eq!((since(&gains, 9000, 1), since(&gains, 9001, 1)), (Some(true), Some(false)), "all of it left");
+        assert_eq!(
+            (since(&gains, 9000, 1), since(&gains, 9001, 1)),
+            (Some(true), Some(false)),
+            "all of it left"
+        );
     }
 
     #[test]
     fn what_left_is_known_until_as_many_left_after_it_and_few_others_are_taken_for_it() {
         let (mut left, half) = (Left::default(), HALF as u64);
         let name = |number: u64| EngineHash(xxhash_rust::xxh3::xxh3_64(&number.to_le_bytes()));
-        let forgotten: Vec<_> = (0..=3 * half).filter_map(|at| left.note(name(at), at)).collect();
+        let forgotten: Vec<_> = (0..=3 * half)
+            .filter_map(|at| left.note(name(at), at))
+            .collect();
         // The third half took the place of the first, and the fourth that of the second.
         assert_eq!(forgotten, [half + 1, 2 * half + 1]);
         assert!((2 * half..=3 * half).all(|at| left.has(name(at))));
-        let others = (10 * half..20 * half).filter(|&at| left.has(name(at))).count() as u64;
+        let others = (10 * half..20 * half)
+            .filter(|&at| left.has(name(at)))
+            .count() as u64;
         assert!(others < half, "{others} of {}", 10 * half);
     }
 }

@@ -24,13 +24,17 @@ const LARGEST_REPORTED: u64 = 1 << 26;
 
 impl BlockLimits {
     /// No limit.
-    pub const NONE: Self = Self { device: u64::MAX, lower_tier: u64::MAX };
+    pub const NONE: Self = Self {
+        device: u64::MAX,
+        lower_tier: u64::MAX,
+    };
 
     /// The limits of a rank: from its number of KV blocks where that is known, else `most_blocks_per_tier`, which is also the
     /// least that a lower tier may hold.
     pub fn of_rank(total_kv_blocks: Option<u64>, most_blocks_per_tier: u64) -> Self {
         let ceiling = LARGEST_REPORTED.max(most_blocks_per_tier);
-        let by_capacity = total_kv_blocks.map(|blocks| blocks.saturating_mul(TIMES_CAPACITY).min(ceiling));
+        let by_capacity =
+            total_kv_blocks.map(|blocks| blocks.saturating_mul(TIMES_CAPACITY).min(ceiling));
         Self {
             device: by_capacity.unwrap_or(most_blocks_per_tier),
             lower_tier: by_capacity.unwrap_or_default().max(most_blocks_per_tier),
@@ -39,7 +43,11 @@ impl BlockLimits {
 
     /// The limit of a tier.
     pub fn of(self, tier: Tier) -> u64 {
-        if tier == Tier::Device { self.device } else { self.lower_tier }
+        if tier == Tier::Device {
+            self.device
+        } else {
+            self.lower_tier
+        }
     }
 
     /// Names of blocks that a writer may hold, over all tiers. The shares of cache groups have the same limit, and so have the names
@@ -50,5 +58,7 @@ impl BlockLimits {
 }
 
 fn limit<S: Serializer>(limit: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-    Some(*limit).filter(|limit| *limit != u64::MAX).serialize(serializer)
+    Some(*limit)
+        .filter(|limit| *limit != u64::MAX)
+        .serialize(serializer)
 }

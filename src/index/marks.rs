@@ -26,7 +26,9 @@ impl Marks {
     /// Other blocks come to these positions.
     pub(super) fn forget(&mut self, positions: Range<usize>) {
         let marks = positions.start / APART..positions.end / APART;
-        self.0[marks].iter_mut().for_each(|mark| *mark.get_mut() = UNKNOWN);
+        self.0[marks]
+            .iter_mut()
+            .for_each(|mark| *mark.get_mut() = UNKNOWN);
     }
 
     /// How many blocks from a position on are known to have these names, at least.
@@ -44,9 +46,17 @@ impl Marks {
         }
         while !left.is_empty() {
             let middle = left.start + left.len() / 2;
-            if is_so(middle) { left.start = middle + 1 } else { left.end = middle }
+            if is_so(middle) {
+                left.start = middle + 1
+            } else {
+                left.end = middle
+            }
         }
-        if left.start > first { up_to(left.start - 1) } else { 0 }
+        if left.start > first {
+            up_to(left.start - 1)
+        } else {
+            0
+        }
     }
 
     /// The block at a position is called so, if there is a mark.

@@ -25,7 +25,10 @@ pub enum GroupNeed {
 impl GroupNeed {
     /// Every block of the prefix.
     pub fn whole(stride: NonZeroU32) -> Self {
-        Self::Last { blocks: u32::MAX, stride }
+        Self::Last {
+            blocks: u32::MAX,
+            stride,
+        }
     }
 }
 
@@ -48,7 +51,11 @@ impl Class {
     /// The last blocks of the index that the groups of this class use of a prefix of so many.
     pub(super) fn used(self, blocks: usize) -> impl Iterator<Item = usize> {
         let stride = self.stride.get() as usize;
-        let all = if blocks.is_multiple_of(stride) { blocks / stride } else { 0 };
+        let all = if blocks.is_multiple_of(stride) {
+            blocks / stride
+        } else {
+            0
+        };
         (all.saturating_sub(self.blocks as usize)..all).map(move |own| (own + 1) * stride - 1)
     }
 }
@@ -64,9 +71,16 @@ struct Reach {
 impl Needs {
     /// The length of the longest prefix of at most `most` blocks that every class can serve, given what it holds along the
     /// path.
-    pub(super) fn reusable(&self, path: impl Iterator<Item = (Range<u32>, Layers)>, most: u32) -> u32 {
+    pub(super) fn reusable(
+        &self,
+        path: impl Iterator<Item = (Range<u32>, Layers)>,
+        most: u32,
+    ) -> u32 {
         let Some(step) = self.step() else { return 0 };
-        let mut reaches = [Reach { blocks: 0, whole: true }; Layer::CLASSES];
+        let mut reaches = [Reach {
+            blocks: 0,
+            whole: true,
+        }; Layer::CLASSES];
         let mut best = 0;
         for (run, layers) in path.take_while(|(run, _)| run.start < most) {
             let mut first = Some(run.start + 1);
@@ -102,10 +116,17 @@ impl Class {
             return None;
         }
         if !held {
-            *reach = Reach { blocks: 0, whole: false };
+            *reach = Reach {
+                blocks: 0,
+                whole: false,
+            };
             return (self.blocks == 0).then_some(run.start + 1);
         }
-        let missing = if reach.whole { 1 } else { self.blocks.saturating_sub(reach.blocks).max(1) };
+        let missing = if reach.whole {
+            1
+        } else {
+            self.blocks.saturating_sub(reach.blocks).max(1)
+        };
         reach.blocks = reach.blocks.saturating_add(after - before);
         before.saturating_add(missing).checked_mul(stride)
     }
@@ -122,18 +143,31 @@ mod tests {
     /// The definition, block by block.
     fn naive(needs: &Needs, path: &[(Range<u32>, Layers)], most: u32) -> u32 {
         let holds = |class: usize, block: u32| {
-            path.iter().any(|(run, layers)| run.contains(&block) && layers.has(Layer::class(class)))
+            path.iter()
+                .any(|(run, layers)| run.contains(&block) && layers.has(Layer::class(class)))
         };
         let end = path.last().map_or(0, |(run, _)| run.end).min(most);
         let serves = |length: u32, number: usize, class: &Class| {
             let stride = class.stride.get();
             let blocks = length / stride;
             let wanted = blocks.saturating_sub(class.blocks)..blocks;
-            length.is_multiple_of(stride) && wanted.into_iter().all(|block| holds(number, (block + 1) * stride - 1))
+            length.is_multiple_of(stride)
+                && wanted
+                    .into_iter()
+                    .all(|block| holds(number, (block + 1) * stride - 1))
         };
-        let fits =
-            |length: &u32| needs.classes.iter().enumerate().all(|(number, class)| serves(*length, number, class));
-        (0..=end).rev().find(fits).filter(|_| !needs.unknown).unwrap_or(0)
+        let fits = |length: &u32| {
+            needs
+                .classes
+                .iter()
+                .enumerate()
+                .all(|(number, class)| serves(*length, number, class))
+        };
+        (0..=end)
+            .rev()
+            .find(fits)
+            .filter(|_| !needs.unknown)
+            .unwrap_or(0)
     }
 
     proptest::proptest! {

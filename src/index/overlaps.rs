@@ -59,7 +59,12 @@ impl TierBlocks {
             kept
         };
         let (device, host) = (first(self.device), first(self.host));
-        TierBlocks { device, host, disk: first(self.disk), external: first(self.external) }
+        TierBlocks {
+            device,
+            host,
+            disk: first(self.disk),
+            external: first(self.external),
+        }
     }
 
     /// With so many leading blocks on the device, if they are more: these cover the beginning of what the slower tiers
@@ -74,7 +79,12 @@ impl TierBlocks {
             added
         };
         let (host, disk, external) = (beyond(self.host), beyond(self.disk), beyond(self.external));
-        TierBlocks { device: self.device.max(device), host, disk, external }
+        TierBlocks {
+            device: self.device.max(device),
+            host,
+            disk,
+            external,
+        }
     }
 
     fn of_mut(&mut self, tier: Tier) -> &mut u32 {
@@ -136,8 +146,14 @@ impl Overlaps {
     /// The slots that have anything cached, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (Slot, TierBlocks)> {
         let plan = self.plan.as_deref();
-        let seated = self.walked_seats().filter_map(move |seat| Some((plan?.slot(seat)?, self.at(seat))));
-        seated.chain(self.found_beside.iter().map(|&slot| (slot, self.beside[slot.at()])))
+        let seated = self
+            .walked_seats()
+            .filter_map(move |seat| Some((plan?.slot(seat)?, self.at(seat))));
+        seated.chain(
+            self.found_beside
+                .iter()
+                .map(|&slot| (slot, self.beside[slot.at()])),
+        )
     }
 
     /// Raises what is found to what another answer finds on the device. Slots of models with cache groups stay: that a
@@ -148,10 +164,17 @@ impl Overlaps {
 
     /// The same for some slots only.
     pub fn raise_where(&mut self, other: &Overlaps, may: impl Fn(Slot) -> bool) {
-        for (slot, blocks) in other.iter().filter(|(slot, blocks)| blocks.device > 0 && may(*slot)) {
+        for (slot, blocks) in other
+            .iter()
+            .filter(|(slot, blocks)| blocks.device > 0 && may(*slot))
+        {
             let raised = self.get(slot).raised(blocks.device);
             match self.seat(slot) {
-                Some(seat) if self.plan.as_ref().is_some_and(|plan| plan.needs(seat).is_some()) => {}
+                Some(seat)
+                    if self
+                        .plan
+                        .as_ref()
+                        .is_some_and(|plan| plan.needs(seat).is_some()) => {}
                 Some(seat) => self.put(seat, raised),
                 None => self.put_beside(slot, raised),
             }
@@ -195,11 +218,19 @@ impl Overlaps {
     pub(super) fn advance(&mut self, start: u32, blocks: u32, owners: &Owners) -> bool {
         let mut any = false;
         if let Some(bits) = owners.bits() {
-            any = if start == 0 { self.begin_all(blocks, bits) } else { self.advance_all(start, blocks, bits) };
+            any = if start == 0 {
+                self.begin_all(blocks, bits)
+            } else {
+                self.advance_all(start, blocks, bits)
+            };
         }
         for &word in owners.words() {
             let (seat, layers) = unpack(word);
-            any |= if start == 0 { self.begin(seat, layers, blocks) } else { self.step(seat, layers, start, blocks) };
+            any |= if start == 0 {
+                self.begin(seat, layers, blocks)
+            } else {
+                self.step(seat, layers, start, blocks)
+            };
         }
         any
     }
@@ -207,23 +238,40 @@ impl Overlaps {
     /// Shortens what was found on seats with needs to what all their cache groups can serve.
     pub(super) fn limit(&mut self, trie: &Trie, locals: &[LocalHash], seats: &Plan, most: u32) {
         let mut path: Option<Vec<_>> = None;
-        let needy: Vec<Seat> = self.walked_seats().filter(|seat| seats.needs(*seat).is_some()).collect();
+        let needy: Vec<Seat> = self
+            .walked_seats()
+            .filter(|seat| seats.needs(*seat).is_some())
+            .collect();
         for seat in needy {
-            let Some(needs) = seats.needs(seat) else { continue };
+            let Some(needs) = seats.needs(seat) else {
+                continue;
+            };
             let found = self.at(seat);
             let path = path.get_or_insert_with(|| trie.path(locals).collect());
-            let held = path.iter().map(|(run, owners)| (run.clone(), owners.layers(seat)));
+            let held = path
+                .iter()
+                .map(|(run, owners)| (run.clone(), owners.layers(seat)));
             let device = needs.reusable(held, found.device.min(most));
             if device < found.device {
                 // What lies lower continues a prefix that cannot be reused so far.
-                self.put(seat, TierBlocks { device, ..TierBlocks::default() });
+                self.put(
+                    seat,
+                    TierBlocks {
+                        device,
+                        ..TierBlocks::default()
+                    },
+                );
             }
         }
     }
 
     /// Ends a walk: from now on the seats are those of this plan.
     pub(super) fn settle(&mut self, plan: &Arc<Plan>) {
-        if !self.plan.as_ref().is_some_and(|known| Arc::ptr_eq(known, plan)) {
+        if !self
+            .plan
+            .as_ref()
+            .is_some_and(|known| Arc::ptr_eq(known, plan))
+        {
             self.plan = Some(plan.clone());
         }
     }
@@ -233,7 +281,9 @@ impl Overlaps {
     }
 
     fn walked_seats(&self) -> impl Iterator<Item = Seat> {
-        self.words.iter().flat_map(|&word| ones(self.walked[word as usize]).map(move |bit| Seat(word * 64 + bit)))
+        self.words.iter().flat_map(|&word| {
+            ones(self.walked[word as usize]).map(move |bit| Seat(word * 64 + bit))
+        })
     }
 
     /// What was found at a seat that was walked.
@@ -241,7 +291,10 @@ impl Overlaps {
         if has(&self.slower, seat) {
             return self.by_tier[seat.at()].blocks;
         }
-        TierBlocks { device: self.reached[seat.at()], ..TierBlocks::default() }
+        TierBlocks {
+            device: self.reached[seat.at()],
+            ..TierBlocks::default()
+        }
     }
 
     /// Replaces what was found at a seat.
@@ -253,14 +306,19 @@ impl Overlaps {
             return;
         }
         let word = seat.at() / 64;
-        if self.walked.get(word).is_some_and(|bits| *bits == 0) && self.words.contains(&(word as u32)) {
+        if self.walked.get(word).is_some_and(|bits| *bits == 0)
+            && self.words.contains(&(word as u32))
+        {
             // All that was found among these has been taken back.
             self.walked[word] = 1 << (seat.at() % 64);
         }
         self.enter(seat);
         self.reached[seat.at()] = blocks.total();
         if blocks.device < blocks.total() || has(&self.slower, seat) {
-            *self.by_tier(seat) = ByTier { tier: Tier::Device, blocks };
+            *self.by_tier(seat) = ByTier {
+                tier: Tier::Device,
+                blocks,
+            };
         }
     }
 
@@ -284,7 +342,8 @@ impl Overlaps {
     fn by_tier(&mut self, seat: Seat) -> &mut ByTier {
         if self.slower.len() <= seat.at() / 64 {
             self.slower.resize(seat.at() / 64 + 1, 0);
-            self.by_tier.resize(self.slower.len() * 64, ByTier::default());
+            self.by_tier
+                .resize(self.slower.len() * 64, ByTier::default());
         }
         self.slower[seat.at() / 64] |= 1 << (seat.at() % 64);
         &mut self.by_tier[seat.at()]
@@ -292,11 +351,16 @@ impl Overlaps {
 
     /// The first blocks lie in these layers at a seat.
     fn begin(&mut self, seat: Seat, layers: Layers, blocks: u32) -> bool {
-        let Some(tier) = layers.from(Tier::Device) else { return false };
+        let Some(tier) = layers.from(Tier::Device) else {
+            return false;
+        };
         self.enter(seat);
         self.reached[seat.at()] = blocks;
         if tier != Tier::Device {
-            let mut by_tier = ByTier { tier, ..ByTier::default() };
+            let mut by_tier = ByTier {
+                tier,
+                ..ByTier::default()
+            };
             *by_tier.blocks.of_mut(tier) = blocks;
             *self.by_tier(seat) = by_tier;
         }
@@ -321,13 +385,22 @@ impl Overlaps {
             return false;
         }
         let slower = has(&self.slower, seat);
-        let from = if slower { self.by_tier[seat.at()].tier } else { Tier::Device };
-        let Some(tier) = layers.from(from) else { return false };
+        let from = if slower {
+            self.by_tier[seat.at()].tier
+        } else {
+            Tier::Device
+        };
+        let Some(tier) = layers.from(from) else {
+            return false;
+        };
         self.reached[seat.at()] += blocks;
         if slower || tier != Tier::Device {
             let by_tier = self.by_tier(seat);
             if !slower {
-                by_tier.blocks = TierBlocks { device: start, ..TierBlocks::default() };
+                by_tier.blocks = TierBlocks {
+                    device: start,
+                    ..TierBlocks::default()
+                };
             }
             by_tier.tier = tier;
             *by_tier.blocks.of_mut(tier) += blocks;
@@ -343,7 +416,10 @@ impl Overlaps {
             let slower = self.slower.get(at).copied().unwrap_or(0);
             let both = self.walked[at] & bits.get(at).copied().unwrap_or(0) & !slower;
             let reached = &mut self.reached[at * 64..][..64];
-            if both != 0 && both == self.walked[at] && ones(both).all(|bit| reached[bit as usize] == start) {
+            if both != 0
+                && both == self.walked[at]
+                && ones(both).all(|bit| reached[bit as usize] == start)
+            {
                 reached.fill(start + blocks);
                 any = true;
                 continue;
@@ -356,7 +432,11 @@ impl Overlaps {
                 }
             }
             for bit in ones(self.walked[at] & bits.get(at).copied().unwrap_or(0) & slower) {
-                any |= self.by_tier[at * 64 + bit as usize].advance(start, blocks, &mut reached[bit as usize]);
+                any |= self.by_tier[at * 64 + bit as usize].advance(
+                    start,
+                    blocks,
+                    &mut reached[bit as usize],
+                );
             }
         }
         any
@@ -376,5 +456,6 @@ impl ByTier {
 }
 
 fn has(bits: &[u64], seat: Seat) -> bool {
-    bits.get(seat.at() / 64).is_some_and(|bits| bits & (1 << (seat.at() % 64)) != 0)
+    bits.get(seat.at() / 64)
+        .is_some_and(|bits| bits & (1 << (seat.at() % 64)) != 0)
 }

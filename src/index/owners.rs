@@ -223,27 +223,39 @@ impl Dense {
         if last.at() / 64 > list.len() {
             return None;
         }
-        list.iter().map(|word| unpack(*word)).for_each(|(seat, layers)| dense.set(seat, layers));
+        list.iter()
+            .map(|word| unpack(*word))
+            .for_each(|(seat, layers)| dense.set(seat, layers));
         dense.is_worth_it(MANY).then_some(dense)
     }
 
     fn is_worth_it(&self, least: usize) -> bool {
-        self.count >= least && self.others.len() <= self.count && self.device.len() <= 2 * self.count
+        self.count >= least
+            && self.others.len() <= self.count
+            && self.device.len() <= 2 * self.count
     }
 
     fn list(&self) -> Vec<u32> {
-        let mut list: Vec<_> = seats_in(&self.device).map(|seat| pack(seat, DEVICE)).collect();
+        let mut list: Vec<_> = seats_in(&self.device)
+            .map(|seat| pack(seat, DEVICE))
+            .collect();
         list.extend(&self.others);
         list.sort_unstable();
         list
     }
 
     fn has(&self, seat: Seat) -> bool {
-        self.device.get(seat.at() / 64).is_some_and(|bits| bits & (1 << (seat.at() % 64)) != 0)
+        self.device
+            .get(seat.at() / 64)
+            .is_some_and(|bits| bits & (1 << (seat.at() % 64)) != 0)
     }
 
     fn layers(&self, seat: Seat) -> Layers {
-        if self.has(seat) { DEVICE } else { layers_in(&self.others, seat) }
+        if self.has(seat) {
+            DEVICE
+        } else {
+            layers_in(&self.others, seat)
+        }
     }
 
     fn set(&mut self, seat: Seat, layers: Layers) {
@@ -258,12 +270,23 @@ impl Dense {
             self.count += 1;
         }
         while self.device.pop_if(|bits| *bits == 0).is_some() {}
-        set_in(&mut self.others, seat, if layers == DEVICE { Layers::NONE } else { layers });
+        set_in(
+            &mut self.others,
+            seat,
+            if layers == DEVICE {
+                Layers::NONE
+            } else {
+                layers
+            },
+        );
     }
 
     fn is_same(&self, words: &[u32]) -> bool {
         words.len() == self.count + self.others.len()
-            && words.iter().map(|word| unpack(*word)).all(|(seat, layers)| self.layers(seat) == layers)
+            && words
+                .iter()
+                .map(|word| unpack(*word))
+                .all(|(seat, layers)| self.layers(seat) == layers)
     }
 }
 
@@ -272,7 +295,9 @@ const DEVICE: Layers = Layers(1 << Tier::Device as u8);
 
 /// The seats whose bits are set.
 pub(super) fn seats_in(bits: &[u64]) -> impl Iterator<Item = Seat> {
-    bits.iter().enumerate().flat_map(|(at, &bits)| ones(bits).map(move |bit| Seat(at as u32 * 64 + bit)))
+    bits.iter()
+        .enumerate()
+        .flat_map(|(at, &bits)| ones(bits).map(move |bit| Seat(at as u32 * 64 + bit)))
 }
 
 /// The places of the bits that are set.

@@ -46,21 +46,39 @@ impl PathWriter {
     pub(super) fn new(index: Arc<PrefixIndex>, slot: Slot) -> Self {
         let tally = Arc::new(Tally::default());
         let seat = index.seats.write().join(slot, tally.clone());
-        Self { index, seat, tally, held: 0, path: Vec::new() }
+        Self {
+            index,
+            seat,
+            tally,
+            held: 0,
+            path: Vec::new(),
+        }
     }
 
     /// Leading blocks of a prompt that were entered.
     pub(crate) fn known(&self, locals: &[LocalHash]) -> usize {
-        let Some(&first) = locals.first() else { return 0 };
+        let Some(&first) = locals.first() else {
+            return 0;
+        };
         let trie = self.index.shards[shard_of(first)].read();
-        let held = trie.path(locals).take_while(|(_, owners)| owners.layers(self.seat).has(Tier::Device));
+        let held = trie
+            .path(locals)
+            .take_while(|(_, owners)| owners.layers(self.seat).has(Tier::Device));
         held.last().map_or(0, |(run, _)| run.end as usize)
     }
 
     /// Enters what follows a path, or the start, and was not entered yet.
     pub(crate) fn enter(&mut self, after: Option<PathEnd>, locals: &[LocalHash]) -> Entered {
-        let Some(&first) = locals.first() else { return Entered { blocks: 0, end: after } };
-        let shard = after.map_or_else(|| shard_of(first), |PathEnd(place)| usize::from(place.shard));
+        let Some(&first) = locals.first() else {
+            return Entered {
+                blocks: 0,
+                end: after,
+            };
+        };
+        let shard = after.map_or_else(
+            || shard_of(first),
+            |PathEnd(place)| usize::from(place.shard),
+        );
         let (hold, index) = (self.hold(), self.index.clone());
         let mut last = after.map(|PathEnd(place)| place.block);
         let mut blocks = 0;
@@ -73,7 +91,12 @@ impl PathWriter {
             trie.trace(last, some, &mut self.path);
             trie.mark_all(&self.path, hold, true);
             let new = &some[self.path.len()..];
-            trie.extend(self.path.last().copied().or(last), new, hold, &mut self.path);
+            trie.extend(
+                self.path.last().copied().or(last),
+                new,
+                hold,
+                &mut self.path,
+            );
             last = self.path.last().copied().or(last);
             blocks += self.path.len();
             if self.path.len() < some.len() {
@@ -82,7 +105,15 @@ impl PathWriter {
         }
         drop(trie);
         self.count(blocks as i64);
-        Entered { blocks, end: last.map(|block| PathEnd(Place { shard: shard as u8, block })) }
+        Entered {
+            blocks,
+            end: last.map(|block| {
+                PathEnd(Place {
+                    shard: shard as u8,
+                    block,
+                })
+            }),
+        }
     }
 
     /// Takes so many blocks off the end of a path; its new end.
@@ -128,7 +159,10 @@ impl PathWriter {
     }
 
     fn hold(&self) -> Hold {
-        Hold { seat: self.seat, layer: Tier::Device.into() }
+        Hold {
+            seat: self.seat,
+            layer: Tier::Device.into(),
+        }
     }
 
     fn count(&mut self, by: i64) {
@@ -140,7 +174,11 @@ impl PathWriter {
 
 impl Drop for PathWriter {
     fn drop(&mut self) {
-        debug_assert!(self.held == 0 || std::thread::panicking(), "{} blocks were left behind", self.held);
+        debug_assert!(
+            self.held == 0 || std::thread::panicking(),
+            "{} blocks were left behind",
+            self.held
+        );
         let mut seats = self.index.seats.write();
         seats.leave(self.seat);
         // Whoever got a seat that the tries still mention would be said to hold what it does not.

@@ -80,7 +80,11 @@ impl SharedPosition {
     pub(crate) fn copy(&self, writer: impl FnOnce() -> Option<RankDump>) -> Option<RankDump> {
         let position = self.lock();
         let held = writer()?;
-        Some(RankDump { position: position.clone(), salts: self.salts.lock().dump(), ..held })
+        Some(RankDump {
+            position: position.clone(),
+            salts: self.salts.lock().dump(),
+            ..held
+        })
     }
 
     /// Begins where a copy ends, once a writer holds what is in it.

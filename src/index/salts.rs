@@ -50,7 +50,9 @@ impl Entry {
 
     /// Bytes of its salt.
     fn bytes(&self) -> usize {
-        self.salt.as_ref().map_or(0, |salt| salt.as_deref().map_or(0, str::len))
+        self.salt
+            .as_ref()
+            .map_or(0, |salt| salt.as_deref().map_or(0, str::len))
     }
 }
 
@@ -58,7 +60,11 @@ impl Salts {
     /// All of it as a value, by block.
     pub(super) fn dump(&self) -> SaltsDump {
         let mut numbers: HashMap<&str, u32> = HashMap::new();
-        let mut dump = SaltsDump { used: self.used, full: self.full, ..SaltsDump::default() };
+        let mut dump = SaltsDump {
+            used: self.used,
+            full: self.full,
+            ..SaltsDump::default()
+        };
         for (&engine, entry) in &self.blocks {
             let salt = match &entry.salt {
                 Ok(None) => Salted::Nothing,
@@ -71,11 +77,22 @@ impl Salts {
                 }
                 Ok(Some(_)) | Err(Ambiguous) => Salted::Unknown,
             };
-            let doubts =
-                entry.copies.iter().zip(entry.counted).map(|(copies, counted)| *copies > 0 && counted != self.gaps);
+            let doubts = entry
+                .copies
+                .iter()
+                .zip(entry.counted)
+                .map(|(copies, counted)| *copies > 0 && counted != self.gaps);
             let mut doubted = [false; Tier::ALL.len()];
-            doubted.iter_mut().zip(doubts).for_each(|(of, doubt)| *of = doubt);
-            dump.rows.push(SaltRow { engine, salt, copies: entry.copies, doubted });
+            doubted
+                .iter_mut()
+                .zip(doubts)
+                .for_each(|(of, doubt)| *of = doubt);
+            dump.rows.push(SaltRow {
+                engine,
+                salt,
+                copies: entry.copies,
+                doubted,
+            });
         }
         dump.rows.sort_unstable_by_key(|row| row.engine);
         dump
@@ -83,7 +100,11 @@ impl Salts {
 
     /// The same again.
     pub(super) fn restored(dump: &SaltsDump) -> Self {
-        let mut salts = Self { used: dump.used, full: dump.full || dump.rows.len() > MOST, ..Self::default() };
+        let mut salts = Self {
+            used: dump.used,
+            full: dump.full || dump.rows.len() > MOST,
+            ..Self::default()
+        };
         let name = |number: u32| dump.names.get(number as usize).cloned();
         for row in dump.rows.iter().take(MOST) {
             let salt = match row.salt {
@@ -92,8 +113,14 @@ impl Salts {
                 Salted::Unknown => Err(Ambiguous),
             };
             // A gap that was long ago.
-            let counted = row.doubted.map(|doubted| if doubted { u32::MAX } else { salts.gaps });
-            let entry = Entry { salt, copies: row.copies, counted };
+            let counted = row
+                .doubted
+                .map(|doubted| if doubted { u32::MAX } else { salts.gaps });
+            let entry = Entry {
+                salt,
+                copies: row.copies,
+                counted,
+            };
             if salts.bytes + entry.bytes() > MOST_BYTES {
                 salts.full = true;
                 continue;
@@ -119,7 +146,9 @@ impl Salts {
     /// These are gone.
     pub(crate) fn forget(&mut self, names: &[(EngineHash, Tier)]) {
         for (block, tier) in names {
-            let Some(entry) = self.blocks.get_mut(block) else { continue };
+            let Some(entry) = self.blocks.get_mut(block) else {
+                continue;
+            };
             entry.copies[*tier as usize] = 0;
             self.remove_if_over(*block);
         }
@@ -150,7 +179,11 @@ impl Salts {
         match self.blocks.get(&parent) {
             None if self.full => Err(Ambiguous),
             None => Ok(None),
-            Some(entry) => entry.salt.as_ref().map(Option::as_deref).map_err(|&ambiguous| ambiguous),
+            Some(entry) => entry
+                .salt
+                .as_ref()
+                .map(Option::as_deref)
+                .map_err(|&ambiguous| ambiguous),
         }
     }
 
@@ -168,7 +201,11 @@ impl Salts {
                 continue;
             }
             self.bytes += if is_new { bytes } else { 0 };
-            let fresh = || Entry { salt: Ok(salt.clone()), copies: Default::default(), counted: Default::default() };
+            let fresh = || Entry {
+                salt: Ok(salt.clone()),
+                copies: Default::default(),
+                counted: Default::default(),
+            };
             let entry = self.blocks.entry(block).or_insert_with(fresh);
             let copies = &mut entry.copies[tier as usize];
             if std::mem::replace(&mut entry.counted[tier as usize], self.gaps) != self.gaps {
@@ -185,7 +222,9 @@ impl Salts {
     /// Forgets blocks whose last copy left.
     pub(crate) fn removed(&mut self, blocks: &[EngineHash], tier: Tier) {
         for block in blocks {
-            let Some(entry) = self.blocks.get_mut(block) else { continue };
+            let Some(entry) = self.blocks.get_mut(block) else {
+                continue;
+            };
             let copies = &mut entry.copies[tier as usize];
             *copies = copies.saturating_sub(1);
             self.remove_if_over(*block);
@@ -263,16 +302,35 @@ mod tests {
 
     #[test]
     fn bytes_of_salts_are_bounded() {
-        let (mut salts, long) = (Salts::default(), |number: u64| format!("{number}").repeat(1000));
+        let (mut salts, long) = (Salts::default(), |number: u64| {
+            format!("{number}").repeat(1000)
+        });
         for number in 0..1000 {
-            salts.stored(&[EngineHash(number)], Tier::Device, Some(&long(number % 10)));
+            salts.stored(
+                &[EngineHash(number)],
+                Tier::Device,
+                Some(&long(number % 10)),
+            );
         }
-        assert_eq!((salts.blocks.len(), salts.bytes), (MOST_BYTES / 1000, MOST_BYTES / 1000 * 1000));
-        assert_eq!(salts.of(EngineHash(999)), Err(Ambiguous), "a block that had no room may have any salt");
+        assert_eq!(
+            (salts.blocks.len(), salts.bytes),
+            (MOST_BYTES / 1000, MOST_BYTES / 1000 * 1000)
+        );
+        assert_eq!(
+            salts.of(EngineHash(999)),
+            Err(Ambiguous),
+            "a block that had no room may have any salt"
+        );
         salts.stored(&[EngineHash(0)], Tier::Device, Some(&long(1)));
-        assert_eq!((salts.of(EngineHash(0)), salts.bytes), (Err(Ambiguous), MOST_BYTES / 1000 * 1000 - 1000));
+        assert_eq!(
+            (salts.of(EngineHash(0)), salts.bytes),
+            (Err(Ambiguous), MOST_BYTES / 1000 * 1000 - 1000)
+        );
         let restored = Salts::restored(&salts.dump());
-        assert_eq!((restored.blocks.len(), restored.bytes), (salts.blocks.len(), salts.bytes));
+        assert_eq!(
+            (restored.blocks.len(), restored.bytes),
+            (salts.blocks.len(), salts.bytes)
+        );
         (0..1000).for_each(|number| salts.removed(&[EngineHash(number)], Tier::Device));
         // The first block was stored twice.
         assert_eq!((salts.blocks.len(), salts.bytes), (1, 0));

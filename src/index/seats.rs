@@ -54,7 +54,9 @@ impl Grouped {
 
     /// Whether this slot's has.
     pub fn has(&self, slot: Slot) -> bool {
-        self.0.seat(slot).is_some_and(|seat| self.0.needs(seat).is_some())
+        self.0
+            .seat(slot)
+            .is_some_and(|seat| self.0.needs(seat).is_some())
     }
 
     /// Whether nobody came or went between the two.
@@ -172,7 +174,11 @@ impl Seats {
     }
 
     pub(super) fn stats(&self) -> Vec<SlotStats> {
-        let seated = self.tallies.iter().enumerate().filter_map(|(slot, tally)| Some((slot, tally.as_ref()?)));
+        let seated = self
+            .tallies
+            .iter()
+            .enumerate()
+            .filter_map(|(slot, tally)| Some((slot, tally.as_ref()?)));
         let stats = |(slot, tally): (usize, &Arc<Tally>)| SlotStats {
             slot: Slot(slot as u32),
             counts: tally.read(),
@@ -184,7 +190,10 @@ impl Seats {
 
     /// Under which seat a slot is reported, and what its writer tells of itself.
     pub(super) fn seating(&self, slot: Slot) -> Option<(Seat, &Arc<Tally>)> {
-        Some((self.plan.seat(slot)?, self.tallies.get(slot.at())?.as_ref()?))
+        Some((
+            self.plan.seat(slot)?,
+            self.tallies.get(slot.at())?.as_ref()?,
+        ))
     }
 
     fn vacant(&mut self) -> Seat {
@@ -241,12 +250,17 @@ impl Tally {
 
     pub(super) fn limits(&self) -> BlockLimits {
         let load = |most: &AtomicU64| most.load(Ordering::Relaxed);
-        BlockLimits { device: load(&self.most_device), lower_tier: load(&self.most_lower) }
+        BlockLimits {
+            device: load(&self.most_device),
+            lower_tier: load(&self.most_lower),
+        }
     }
 
     /// Blocks that may still be added to a tier.
     pub(super) fn room(&self, tier: Tier) -> u64 {
-        self.limits().of(tier).saturating_sub(self.blocks[tier as usize].load(Ordering::Relaxed))
+        self.limits()
+            .of(tier)
+            .saturating_sub(self.blocks[tier as usize].load(Ordering::Relaxed))
     }
 
     pub(super) fn note_over_limit(&self, blocks: u64) {
@@ -276,7 +290,10 @@ impl Tally {
     }
 
     pub(super) fn moment(&self) -> Moment {
-        Moment { stores: self.stores.load(Ordering::Relaxed), gaps: self.gaps.load(Ordering::Relaxed) }
+        Moment {
+            stores: self.stores.load(Ordering::Relaxed),
+            gaps: self.gaps.load(Ordering::Relaxed),
+        }
     }
 
     pub(super) fn reset(&self) {
@@ -301,5 +318,8 @@ impl Tally {
 }
 
 fn add(count: &AtomicU64, by: i64) {
-    count.store(count.load(Ordering::Relaxed).wrapping_add_signed(by), Ordering::Relaxed);
+    count.store(
+        count.load(Ordering::Relaxed).wrapping_add_signed(by),
+        Ordering::Relaxed,
+    );
 }

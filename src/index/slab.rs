@@ -14,7 +14,11 @@ pub(super) struct Slab<T> {
 
 impl<T> Default for Slab<T> {
     fn default() -> Self {
-        Self { pieces: Vec::new(), free: Vec::new(), len: 0 }
+        Self {
+            pieces: Vec::new(),
+            free: Vec::new(),
+            len: 0,
+        }
     }
 }
 

@@ -96,12 +96,17 @@ impl Trie {
 
     /// Follows a prompt and reports the owners of what is found, as long as any owner holds all of it.
     pub(super) fn walk(&self, prompt: &BlockHashes, into: &mut Overlaps) {
-        let mut rest = Asked { locals: prompt.locals(), names: prompt.sequences() };
+        let mut rest = Asked {
+            locals: prompt.locals(),
+            names: prompt.sequences(),
+        };
         let mut children = &self.roots;
         while let Some(run) = rest.locals.first().and_then(|first| children.get(*first)) {
             let run = &self.runs[run];
             let matched = self.agreed(run, rest);
-            if !into.advance(run.start, matched as u32, &run.owners) || matched < run.blocks.len() as usize {
+            if !into.advance(run.start, matched as u32, &run.owners)
+                || matched < run.blocks.len() as usize
+            {
                 return;
             }
             rest = rest.skip(matched);
@@ -110,7 +115,12 @@ impl Trie {
     }
 
     /// Appends to `path` the ids of the blocks that exist along `locals` after a block, or from the root.
-    pub(super) fn trace(&self, after: Option<BlockId>, locals: &[LocalHash], path: &mut Vec<BlockId>) {
+    pub(super) fn trace(
+        &self,
+        after: Option<BlockId>,
+        locals: &[LocalHash],
+        path: &mut Vec<BlockId>,
+    ) {
         let mut rest = locals;
         let mut children = &self.roots;
         if let Some((run, depth)) = after.and_then(|after| self.lodging(after)) {
@@ -134,7 +144,10 @@ impl Trie {
     }
 
     /// The runs along a prompt, as far as it is known, with the depths they cover of it.
-    pub(super) fn path<'a>(&'a self, locals: &'a [LocalHash]) -> impl Iterator<Item = (Range<u32>, &'a Owners)> {
+    pub(super) fn path<'a>(
+        &'a self,
+        locals: &'a [LocalHash],
+    ) -> impl Iterator<Item = (Range<u32>, &'a Owners)> {
         let mut next = Some((locals, &self.roots));
         std::iter::from_fn(move || {
             let (rest, children) = next.take()?;
@@ -150,7 +163,9 @@ impl Trie {
     /// The block before a block, and the hash of its tokens.
     pub(super) fn origin(&self, block: BlockId) -> (Option<BlockId>, LocalHash) {
         let local = self.arena.local(block.0);
-        let Some((run, depth)) = self.lodging(block) else { return (None, local) };
+        let Some((run, depth)) = self.lodging(block) else {
+            return (None, local);
+        };
         let before = match (depth - run.start).checked_sub(1) {
             Some(before) => run.blocks.at(before),
             None if run.parent == NOWHERE => None,
@@ -162,30 +177,47 @@ impl Trie {
     /// The blocks up to this one that lie side by side, at most so many: the first of them, and their number.
     pub(super) fn stretch(&self, last: BlockId, most: usize) -> (BlockId, usize) {
         let run = self.arena.home(last.0).map(|run| &self.runs[run]);
-        let stretch = run.and_then(|run| run.blocks.find(last.0)).map(|(_, stretch)| stretch);
+        let stretch = run
+            .and_then(|run| run.blocks.find(last.0))
+            .map(|(_, stretch)| stretch);
         let count = most.min(stretch.map_or(1, |stretch| (last.0 - stretch.first) as usize + 1));
         (BlockId(last.0 + 1 - count as u32), count)
     }
 
     /// What a seat holds of a block.
     pub(super) fn layers(&self, block: BlockId, seat: Seat) -> Layers {
-        self.arena.home(block.0).map_or(Layers::NONE, |run| self.runs[run].owners.layers(seat))
+        self.arena
+            .home(block.0)
+            .map_or(Layers::NONE, |run| self.runs[run].owners.layers(seat))
     }
 
     /// Where a block is, for sorting.
     pub(super) fn home(&self, block: BlockId) -> Home {
         let run = self.arena.home(block.0);
         let depth = run.and_then(|run| self.depth(run, block));
-        Home { run: run.unwrap_or(NOWHERE), depth: depth.unwrap_or(NOWHERE) }
+        Home {
+            run: run.unwrap_or(NOWHERE),
+            depth: depth.unwrap_or(NOWHERE),
+        }
     }
 
     /// How many of the first blocks follow one another within one run.
     pub(super) fn span(&self, blocks: &[BlockId]) -> usize {
-        let Some(first) = blocks.first() else { return 0 };
-        let in_row = blocks.iter().zip(first.0..).take_while(|(block, at)| block.0 == *at).count();
+        let Some(first) = blocks.first() else {
+            return 0;
+        };
+        let in_row = blocks
+            .iter()
+            .zip(first.0..)
+            .take_while(|(block, at)| block.0 == *at)
+            .count();
         let run = self.arena.home(first.0).map(|run| &self.runs[run]);
-        let stretch = run.and_then(|run| run.blocks.find(first.0)).map(|(_, stretch)| stretch);
-        stretch.map_or(in_row, |stretch| in_row.min((stretch.end() - first.0) as usize))
+        let stretch = run
+            .and_then(|run| run.blocks.find(first.0))
+            .map(|(_, stretch)| stretch);
+        stretch.map_or(in_row, |stretch| {
+            in_row.min((stretch.end() - first.0) as usize)
+        })
     }
 
     fn depth(&self, run: u32, block: BlockId) -> Option<u32> {
@@ -222,7 +254,12 @@ impl Trie {
         self.common_in(more.iter().copied(), prompt, matched)
     }
 
-    fn common_in(&self, stretches: impl Iterator<Item = Stretch>, prompt: &[LocalHash], from: usize) -> usize {
+    fn common_in(
+        &self,
+        stretches: impl Iterator<Item = Stretch>,
+        prompt: &[LocalHash],
+        from: usize,
+    ) -> usize {
         let mut matched = from;
         for stretch in stretches {
             let here = common(self.arena.locals(stretch), &prompt[matched..]);

@@ -42,7 +42,10 @@ impl WatchedPrefix {
     /// Whether a stored run can extend the held prefix. A run whose first block is not in the prompt cannot.
     fn may_grow_by(&self, blocks: &[StoredBlock]) -> bool {
         let is_complete = self.most_held.load(Ordering::Relaxed) == self.locals.len();
-        !is_complete && blocks.first().is_some_and(|first| self.locals.contains(&first.local))
+        !is_complete
+            && blocks
+                .first()
+                .is_some_and(|first| self.locals.contains(&first.local))
     }
 }
 
@@ -52,7 +55,12 @@ impl PrefixWatches {
         if self.count.load(Ordering::Acquire) == 0 {
             return;
         }
-        for prefix in self.list.lock().iter().filter(|prefix| prefix.may_grow_by(blocks)) {
+        for prefix in self
+            .list
+            .lock()
+            .iter()
+            .filter(|prefix| prefix.may_grow_by(blocks))
+        {
             prefix.note(index.held_prefix(&prefix.locals, seat));
         }
     }
@@ -79,7 +87,11 @@ impl PrefixWatch {
     /// Whether the slot still has the writer that it had when the watch began. The watch does not receive the stores of a later
     /// writer.
     pub fn is_current(&self, index: &PrefixIndex, slot: Slot) -> bool {
-        index.seats.read().seating(slot).is_some_and(|(_, tally)| Arc::ptr_eq(tally, &self.tally))
+        index
+            .seats
+            .read()
+            .seating(slot)
+            .is_some_and(|(_, tally)| Arc::ptr_eq(tally, &self.tally))
     }
 }
 
@@ -92,8 +104,15 @@ impl Drop for PrefixWatch {
 impl PrefixIndex {
     /// Watches a prompt at a slot, beginning with what is held now; `None` where the slot has no writer.
     pub fn watch(&self, hashes: &BlockHashes, slot: Slot) -> Option<PrefixWatch> {
-        let prefix = Arc::new(WatchedPrefix { locals: hashes.locals().into(), most_held: AtomicUsize::new(0) });
-        let (seat, tally) = self.seats.read().seating(slot).map(|(seat, tally)| (seat, tally.clone()))?;
+        let prefix = Arc::new(WatchedPrefix {
+            locals: hashes.locals().into(),
+            most_held: AtomicUsize::new(0),
+        });
+        let (seat, tally) = self
+            .seats
+            .read()
+            .seating(slot)
+            .map(|(seat, tally)| (seat, tally.clone()))?;
         // Registered before the lookup: a store that misses the watch is complete before the lookup begins.
         tally.watches.add(prefix.clone());
         prefix.note(self.held_prefix(&prefix.locals, seat));
@@ -102,9 +121,13 @@ impl PrefixIndex {
 
     /// Leading blocks that are held under a seat, in any tier.
     fn held_prefix(&self, locals: &[LocalHash], seat: Seat) -> usize {
-        let Some(&first) = locals.first() else { return 0 };
+        let Some(&first) = locals.first() else {
+            return 0;
+        };
         let trie = read(&self.shards[shard_of(first)]);
-        let runs = trie.path(locals).take_while(|(_, owners)| !owners.layers(seat).tiers().is_empty());
+        let runs = trie
+            .path(locals)
+            .take_while(|(_, owners)| !owners.layers(seat).tiers().is_empty());
         runs.last().map_or(0, |(depths, _)| depths.end as usize)
     }
 }

@@ -113,7 +113,11 @@ impl RankWriter {
     /// Applies one event; readers see all of it or nothing.
     pub fn apply(&mut self, event: &KvEvent) -> Outcome {
         match event {
-            KvEvent::Stored { parent, blocks, tier } => {
+            KvEvent::Stored {
+                parent,
+                blocks,
+                tier,
+            } => {
                 let outcome = self.store(*parent, blocks, *tier);
                 match outcome {
                     Outcome::Ok => self.tally.note_store(),
@@ -125,7 +129,11 @@ impl RankWriter {
                 outcome
             }
             KvEvent::Removed { blocks, tier } => self.remove(blocks, *tier),
-            KvEvent::GroupStored { group, need, blocks } => self.store_group(*group, *need, blocks),
+            KvEvent::GroupStored {
+                group,
+                need,
+                blocks,
+            } => self.store_group(*group, *need, blocks),
             KvEvent::GroupRemoved { group, blocks } => self.remove_group(*group, blocks),
             KvEvent::Cleared => {
                 self.clear();
@@ -137,12 +145,19 @@ impl RankWriter {
     fn remove(&mut self, blocks: &[EngineHash], tier: Tier) -> Outcome {
         let mut scratch = std::mem::take(&mut self.scratch);
         let (mut outcome, mut evicted, mut copies) = (Outcome::Ok, Vec::new(), 0);
-        blocks.iter().take(AHEAD).for_each(|engine| self.fetch(*engine));
+        blocks
+            .iter()
+            .take(AHEAD)
+            .for_each(|engine| self.fetch(*engine));
         for (number, &engine) in blocks.iter().enumerate() {
             if let Some(later) = blocks.get(number + AHEAD) {
                 self.fetch(*later);
             }
-            let Some((at, named)) = self.names.seek(engine).filter(|(_, named)| named.layers.has(tier)) else {
+            let Some((at, named)) = self
+                .names
+                .seek(engine)
+                .filter(|(_, named)| named.layers.has(tier))
+            else {
                 if !self.remove_waiting(engine, tier) {
                     outcome = Outcome::BlockNotFound;
                 }
@@ -173,7 +188,12 @@ impl RankWriter {
     }
 
     /// The last copy of a name in a tier is gone.
-    fn remove_last(&mut self, (engine, at, named): (EngineHash, At, Named), tier: Tier, scratch: &mut Scratch) {
+    fn remove_last(
+        &mut self,
+        (engine, at, named): (EngineHash, At, Named),
+        tier: Tier,
+        scratch: &mut Scratch,
+    ) {
         let left = named.layers.without(tier);
         scratch.lost.push((named.place, tier.into()));
         if !left.tiers().is_empty() {
@@ -181,7 +201,9 @@ impl RankWriter {
             return;
         }
         // What the groups hold of it has no place any more either.
-        scratch.lost.extend(left.iter().map(|layer| (named.place, layer)));
+        scratch
+            .lost
+            .extend(left.iter().map(|layer| (named.place, layer)));
         self.names.hold(at, Layers::NONE);
         self.uncount(engine);
     }
@@ -197,7 +219,11 @@ impl RankWriter {
     /// Takes out one copy of a block without a place; false if there is none.
     #[cold]
     fn remove_waiting(&mut self, engine: EngineHash, tier: Tier) -> bool {
-        if !self.waiting.get_mut(engine).is_some_and(|apart| apart.tiers.has(tier)) {
+        if !self
+            .waiting
+            .get_mut(engine)
+            .is_some_and(|apart| apart.tiers.has(tier))
+        {
             return false;
         }
         self.tally.add_copies(-1);
@@ -209,7 +235,9 @@ impl RankWriter {
 
     /// A block without a place has no copy left in a tier in which it had some.
     fn lose_waiting(&mut self, engine: EngineHash, tier: Tier) {
-        let Some(apart) = self.waiting.get_mut(engine) else { return };
+        let Some(apart) = self.waiting.get_mut(engine) else {
+            return;
+        };
         apart.tiers = apart.tiers.without(tier);
         apart.doubted = apart.doubted.without(tier);
         let gone = apart.tiers.is_empty();
@@ -237,7 +265,10 @@ impl RankWriter {
         self.tally.note_over_limit(over);
         if lesson == Lesson::Changed {
             // The blocks get other classes one by one, so until all have theirs nothing is reusable.
-            self.tell_needs(Needs { unknown: true, ..Needs::default() });
+            self.tell_needs(Needs {
+                unknown: true,
+                ..Needs::default()
+            });
         }
         match lesson {
             Lesson::Known | Lesson::TooMany { new: false } => self.regroup(blocks),
@@ -252,11 +283,22 @@ impl RankWriter {
     }
 
     fn remove_group(&mut self, group: u32, blocks: &[EngineHash]) -> Outcome {
-        let Some(groups) = &mut self.groups else { return Outcome::BlockNotFound };
-        let Some(at) = groups.find(group) else { return Outcome::BlockNotFound };
-        let removed = blocks.iter().filter(|engine| groups.remove(at, **engine)).count();
+        let Some(groups) = &mut self.groups else {
+            return Outcome::BlockNotFound;
+        };
+        let Some(at) = groups.find(group) else {
+            return Outcome::BlockNotFound;
+        };
+        let removed = blocks
+            .iter()
+            .filter(|engine| groups.remove(at, **engine))
+            .count();
         self.regroup(blocks);
-        if removed == blocks.len() { Outcome::Ok } else { Outcome::BlockNotFound }
+        if removed == blocks.len() {
+            Outcome::Ok
+        } else {
+            Outcome::BlockNotFound
+        }
     }
 
     /// Tells the tries what the groups hold of some blocks now.
@@ -264,13 +306,21 @@ impl RankWriter {
         let Some(groups) = &self.groups else { return };
         let mut scratch = std::mem::take(&mut self.scratch);
         for &engine in blocks {
-            let Some((at, named)) = self.names.seek(engine) else { continue };
+            let Some((at, named)) = self.names.seek(engine) else {
+                continue;
+            };
             let (tiers, now) = (named.layers.tiers(), groups.layers(engine));
             let before = named.layers.except(tiers);
-            scratch.won.extend(now.except(before).iter().map(|layer| (named.place, layer)));
-            scratch.lost.extend(before.except(now).iter().map(|layer| (named.place, layer)));
+            scratch
+                .won
+                .extend(now.except(before).iter().map(|layer| (named.place, layer)));
+            scratch
+                .lost
+                .extend(before.except(now).iter().map(|layer| (named.place, layer)));
             self.names.hold(at, tiers.and(now));
-            scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
+            scratch
+                .sure
+                .extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
         self.grant_elsewhere(&mut scratch);
         self.release_elsewhere(&mut scratch);
@@ -303,8 +353,14 @@ impl RankWriter {
 }
 
 /// Takes one of the copies beyond the first, if there is any.
-fn take_extra(extra: &mut HashMap<(EngineHash, Tier), u32>, engine: EngineHash, tier: Tier) -> bool {
-    let Some(copies) = extra.get_mut(&(engine, tier)) else { return false };
+fn take_extra(
+    extra: &mut HashMap<(EngineHash, Tier), u32>,
+    engine: EngineHash,
+    tier: Tier,
+) -> bool {
+    let Some(copies) = extra.get_mut(&(engine, tier)) else {
+        return false;
+    };
     *copies -= 1;
     if *copies == 0 {
         extra.remove(&(engine, tier));

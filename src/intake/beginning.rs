@@ -19,9 +19,17 @@ const TRIES: usize = 4;
 
 impl Intake {
     /// Reads the beginning of a body.
-    pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], cut: TruncatedBody) -> Encoded {
+    pub(super) fn read_beginning(
+        &self,
+        api: Api,
+        told: &Told,
+        shown: &[u8],
+        cut: TruncatedBody,
+    ) -> Encoded {
         let TruncatedBody { length, because } = cut;
-        let whole = usize::try_from(length.unwrap_or(0)).unwrap_or(usize::MAX).max(shown.len());
+        let whole = usize::try_from(length.unwrap_or(0))
+            .unwrap_or(usize::MAX)
+            .max(shown.len());
         let mut encoded = Encoded::without(api, whole, because);
         let asked = openai::model_quickly(shown);
         if asked.is_some() {
@@ -33,30 +41,55 @@ impl Intake {
             encoded.asks(form.ok().and_then(|form| form.model), &self.parts.models);
             return encoded;
         }
-        let Some(mended) = mend(shown).and_then(without_begun_name) else { return encoded };
+        let Some(mended) = mend(shown).and_then(without_begun_name) else {
+            return encoded;
+        };
         if mended.cut == Cut::Nowhere {
             let encoded = self.read(api, told, shown);
-            return if because == Reason::BodyTooLarge { encoded.too_large() } else { encoded };
+            return if because == Reason::BodyTooLarge {
+                encoded.too_large()
+            } else {
+                encoded
+            };
         }
         encoded.session = self.session_in(told, &mended.json);
         if api.shape() != Shape::Prompt {
             return encoded;
         }
-        let Some((mended, request)) = readable(api, told, mended) else { return encoded };
-        let Some(mut request) = settled(request, &mended.cut) else { return encoded };
+        let Some((mended, request)) = readable(api, told, mended) else {
+            return encoded;
+        };
+        let Some(mut request) = settled(request, &mended.cut) else {
+            return encoded;
+        };
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
         };
         let mut clock = Stopwatch::start(told.until);
         let cache = encoded.salt(told, &mut request, self.parts.clients.trusted);
-        let salt = Salt { lora: named.adapter.clone(), cache };
+        let salt = Salt {
+            lora: named.adapter.clone(),
+            cache,
+        };
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
-        let Ok(TokenizedPrompts { mut prompts, stopped }) = tokens else { return encoded };
-        let Some(mut tokens) = prompts.pop() else { return encoded };
+        let Ok(TokenizedPrompts {
+            mut prompts,
+            stopped,
+        }) = tokens
+        else {
+            return encoded;
+        };
+        let Some(mut tokens) = prompts.pop() else {
+            return encoded;
+        };
         if let Some(stopped) = stopped {
             // A limit on bodies is the operator's, and its reason is kept.
-            encoded.fail(if because == Reason::BodyTooLarge { because } else { stopped });
+            encoded.fail(if because == Reason::BodyTooLarge {
+                because
+            } else {
+                stopped
+            });
             // The rest of the body may change the last tokens, also where the limit cuts the prompt.
             tokens.truncate(tokens.len().saturating_sub(UNSETTLED));
             self.begin_with(&named, &salt, tokens, &mut encoded);
@@ -72,13 +105,25 @@ impl Intake {
         let prompts = [tokens.into_ids()];
         encoded.tracked = self.tracked(&named, &prompts, std::slice::from_ref(&known), &salt);
         let tokens = (guessed as u64).min(estimate(usize::MAX).max(known.tokens() as u64));
-        encoded.prompt = Prompt::Beginning { known, tokens, because };
+        encoded.prompt = Prompt::Beginning {
+            known,
+            tokens,
+            because,
+        };
         encoded
     }
 
     /// Sets the first tokens of an estimated prompt. The estimate and its reason do not change.
-    pub(super) fn begin_with(&self, named: &Named, salt: &Salt, mut tokens: Tokens, encoded: &mut Encoded) {
-        let Some(because) = encoded.prompt.because() else { return };
+    pub(super) fn begin_with(
+        &self,
+        named: &Named,
+        salt: &Salt,
+        mut tokens: Tokens,
+        encoded: &mut Encoded,
+    ) {
+        let Some(because) = encoded.prompt.because() else {
+            return;
+        };
         let size = named.model.block_size.tokens();
         tokens.truncate(tokens.len() / size * size);
         if tokens.is_empty() {
@@ -88,7 +133,11 @@ impl Intake {
         let prompts = [tokens.into_ids()];
         encoded.tracked = self.tracked(named, &prompts, std::slice::from_ref(&known), salt);
         let tokens = encoded.prompt.tokens().max(known.tokens() as u64);
-        encoded.prompt = Prompt::Beginning { known, tokens, because };
+        encoded.prompt = Prompt::Beginning {
+            known,
+            tokens,
+            because,
+        };
     }
 }
 
@@ -115,7 +164,17 @@ fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
         Cut::Text(path) | Cut::Between(path) => path,
     };
     let in_prompt = match path.first() {
-        Some(first) => is_key(first, &["messages", "prompt", "input", "text", "input_ids", "token_ids"]),
+        Some(first) => is_key(
+            first,
+            &[
+                "messages",
+                "prompt",
+                "input",
+                "text",
+                "input_ids",
+                "token_ids",
+            ],
+        ),
         // Behind the prompt; or before it, and then there is none.
         _ => path.is_empty(),
     };
@@ -129,23 +188,40 @@ fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
         _ => return None,
     }
     // What is cut off at the front is only known at the end.
-    request.tokenization.truncate_prompt_tokens.is_none().then_some(request)
+    request
+        .tokenization
+        .truncate_prompt_tokens
+        .is_none()
+        .then_some(request)
 }
 
 /// Whether this is the text of a message, and not the argument of a call that may have any name.
 fn is_text(path: &[Step]) -> bool {
     let argument = |step: &Step| is_key(step, &["input", "arguments", "tool_calls"]);
-    path.last().is_some_and(|step| is_key(step, &["content", "text"])) && !path.iter().skip(1).any(argument)
+    path.last()
+        .is_some_and(|step| is_key(step, &["content", "text"]))
+        && !path.iter().skip(1).any(argument)
 }
 
 /// Without a text that says who speaks, or of what: the beginning of such a one says something else.
 fn without_begun_name(mended: Mended) -> Option<Mended> {
-    const NAMES: [&str; 6] = ["role", "name", "id", "tool_call_id", "tool_use_id", "call_id"];
+    const NAMES: [&str; 6] = [
+        "role",
+        "name",
+        "id",
+        "tool_call_id",
+        "tool_use_id",
+        "call_id",
+    ];
     let begun = match &mended.cut {
         Cut::Text(path) => path.len() > 1 && path.last().is_some_and(|step| is_key(step, &NAMES)),
         _ => false,
     };
-    if begun { mended.shorter() } else { Some(mended) }
+    if begun {
+        mended.shorter()
+    } else {
+        Some(mended)
+    }
 }
 
 fn is_key(step: &Step, keys: &[&str]) -> bool {
@@ -159,7 +235,12 @@ fn begun(chat: &mut Chat, open_text: bool) -> Option<()> {
         return None;
     }
     // Other APIs have a field for it, and nearly all requests have it.
-    if chat.put_together && chat.messages.first().is_none_or(|first| first.role != "system") {
+    if chat.put_together
+        && chat
+            .messages
+            .first()
+            .is_none_or(|first| first.role != "system")
+    {
         return None;
     }
     chat.unfinished = true;
@@ -167,9 +248,9 @@ fn begun(chat: &mut Chat, open_text: bool) -> Option<()> {
     chat.continue_final_message = open_text;
     // The cut may be in the midst of any item, and then it is another: what comes before its message is known.
     let shows = |message: &Message| match &message.content {
-        Some(Content::Parts(parts)) => {
-            parts.iter().any(|part| !matches!(part.meaning(), Meaning::Text(_) | Meaning::Nothing))
-        }
+        Some(Content::Parts(parts)) => parts
+            .iter()
+            .any(|part| !matches!(part.meaning(), Meaning::Text(_) | Meaning::Nothing)),
         _ => false,
     };
     if let Some(first) = chat.messages.iter().position(shows) {

@@ -29,9 +29,16 @@ impl Cluster {
         objectives: impl IntoIterator<Item = (Arc<str>, String, i64)>,
         rewrites: impl IntoIterator<Item = (Arc<str>, RewriteRule)>,
     ) -> Self {
-        let mut cluster = Self { rewrites: Rewrites::of_pools(rewrites), ..Self::default() };
+        let mut cluster = Self {
+            rewrites: Rewrites::of_pools(rewrites),
+            ..Self::default()
+        };
         for (pool, name, priority) in objectives {
-            cluster.objectives.entry(name).or_default().push((pool, priority));
+            cluster
+                .objectives
+                .entry(name)
+                .or_default()
+                .push((pool, priority));
         }
         cluster
     }
@@ -69,7 +76,12 @@ impl Intake {
     /// The priority of the objective that a request names. Only those that the cluster has can be named, so anybody may.
     pub(super) fn objective(&self, headers: Headers<'_>, pool: Option<&str>) -> Option<i64> {
         let cluster = self.parts.cluster.load();
-        let names = self.parts.clients.objective_headers.iter().filter(|_| cluster.has_objectives());
+        let names = self
+            .parts
+            .clients
+            .objective_headers
+            .iter()
+            .filter(|_| cluster.has_objectives());
         let name = names.filter_map(|header| headers(header)).next()?;
         cluster.priority(name.trim(), pool)
     }
@@ -82,7 +94,8 @@ mod tests {
     #[test]
     fn a_name_is_looked_for_in_the_pool_of_the_request() {
         let objectives = [("p", "gold", 5), ("q", "gold", 9), ("q", "batch", -1)];
-        let owned = objectives.map(|(pool, name, priority)| (pool.into(), name.to_owned(), priority));
+        let owned =
+            objectives.map(|(pool, name, priority)| (pool.into(), name.to_owned(), priority));
         let cluster = Cluster::new(owned, []);
         for (name, pool, expected) in [
             ("gold", None, Some(5)),

@@ -19,8 +19,15 @@ pub struct ClientsConfig {
 
 impl Default for ClientsConfig {
     fn default() -> Self {
-        let objective = ["x-llm-d-inference-objective", "x-gateway-inference-objective"];
-        Self { trusted: false, tenant_header: None, objective_headers: objective.map(str::to_owned).to_vec() }
+        let objective = [
+            "x-llm-d-inference-objective",
+            "x-gateway-inference-objective",
+        ];
+        Self {
+            trusted: false,
+            tenant_header: None,
+            objective_headers: objective.map(str::to_owned).to_vec(),
+        }
     }
 }
 
@@ -28,12 +35,21 @@ impl ClientsConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let bad = |name: &&String| {
-            name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+            name.is_empty()
+                || !name
+                    .bytes()
+                    .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
         };
         let name = self.tenant_header.as_ref().filter(bad);
-        let text = |name: &String| format!("`{name}` is not the name of a header; write for example x-tenant-id");
+        let text = |name: &String| {
+            format!("`{name}` is not the name of a header; write for example x-tenant-id")
+        };
         let of_tenant = name.map(|name| Problem::of("tenant_header", text(name)));
-        let objectives = self.objective_headers.iter().enumerate().filter(|(_, name)| bad(name));
+        let objectives = self
+            .objective_headers
+            .iter()
+            .enumerate()
+            .filter(|(_, name)| bad(name));
         let place = |at: usize| [Step::from("objective_headers"), at.into()];
         let of_objectives = objectives.map(|(at, name)| {
             let text = format!("`{name}` is not the name of a header; write for example x-gateway-inference-objective");

@@ -30,7 +30,13 @@ pub struct PoolAuthorities(HashMap<String, Arc<str>>);
 
 impl From<&ConfineConfig> for PoolAuthorities {
     fn from(config: &ConfineConfig) -> Self {
-        Self(config.authority.iter().map(|(authority, pool)| (service_name(authority), pool.clone())).collect())
+        Self(
+            config
+                .authority
+                .iter()
+                .map(|(authority, pool)| (service_name(authority), pool.clone()))
+                .collect(),
+        )
     }
 }
 
@@ -77,43 +83,68 @@ impl ConfineConfig {
 
     /// Whether a rule is for all requests that no other rule is for.
     pub fn has_default(&self) -> bool {
-        self.rules.iter().any(|rule| rule.hosts.is_empty() && rule.paths.is_empty())
+        self.rules
+            .iter()
+            .any(|rule| rule.hosts.is_empty() && rule.paths.is_empty())
     }
 
     /// The pools that it names.
     pub fn pools(&self) -> impl Iterator<Item = &str> {
-        self.rules.iter().map(|rule| &rule.pool).chain(self.authority.values()).map(|pool| &**pool)
+        self.rules
+            .iter()
+            .map(|rule| &rule.pool)
+            .chain(self.authority.values())
+            .map(|pool| &**pool)
     }
 
     /// The pool that a request is for; `None`: any worker will do.
     pub fn pool_of(&self, path: &str, headers: Headers<'_>) -> Option<Arc<str>> {
         let told = self.header.as_deref().and_then(headers);
-        if let Some(name) = told.as_deref().map(str::trim).filter(|name| !name.is_empty()) {
+        if let Some(name) = told
+            .as_deref()
+            .map(str::trim)
+            .filter(|name| !name.is_empty())
+        {
             return Some(name.into());
         }
         if self.rules.is_empty() {
             return None;
         }
-        let host = headers(":authority").or_else(|| headers("host")).map(|host| bare(&host).to_ascii_lowercase());
+        let host = headers(":authority")
+            .or_else(|| headers("host"))
+            .map(|host| bare(&host).to_ascii_lowercase());
         let path = path.split(['?', '#']).next().unwrap_or_default();
-        let fits = self.rules.iter().filter_map(|rule| Some((rule.fits(host.as_deref(), path)?, rule)));
+        let fits = self
+            .rules
+            .iter()
+            .filter_map(|rule| Some((rule.fits(host.as_deref(), path)?, rule)));
         // Of equal ones the first.
-        fits.rev().max_by_key(|(fit, _)| *fit).map(|(_, rule)| rule.pool.clone())
+        fits.rev()
+            .max_by_key(|(fit, _)| *fit)
+            .map(|(_, rule)| rule.pool.clone())
     }
 
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(name) = self.header.as_ref().filter(|name| !is_header_name(name)) {
-            let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
+            let text = format!(
+                "`{name}` cannot be the name of a header; write letters, digits and hyphens"
+            );
             problems.push(Problem::of("header", text));
         }
         problems.extend(self.authority_problems());
         for (at, rule) in self.rules.iter().enumerate() {
-            problems.extend(rule.problems().into_iter().map(|problem| problem.within(at).within("rules")));
-            if self.rules[..at].iter().any(|earlier| (&earlier.hosts, &earlier.paths) == (&rule.hosts, &rule.paths)) {
-                let text =
-                    "an earlier rule is for the same hosts and paths, so this one is never reached; leave one out";
+            problems.extend(
+                rule.problems()
+                    .into_iter()
+                    .map(|problem| problem.within(at).within("rules")),
+            );
+            if self.rules[..at]
+                .iter()
+                .any(|earlier| (&earlier.hosts, &earlier.paths) == (&rule.hosts, &rule.paths))
+            {
+                let text = "an earlier rule is for the same hosts and paths, so this one is never reached; leave one out";
                 problems.push(Problem::at([Step::from("rules"), at.into()], text));
             }
         }
@@ -125,10 +156,15 @@ impl ConfineConfig {
         let mut names: HashMap<String, &str> = HashMap::new();
         for (authority, pool) in &self.authority {
             let mut refuse = |text: String| {
-                problems.push(Problem::at(["authority".into(), Step::from(authority.as_str())], text));
+                problems.push(Problem::at(
+                    ["authority".into(), Step::from(authority.as_str())],
+                    text,
+                ));
             };
             if authority.is_empty() || authority.contains(char::is_whitespace) {
-                refuse(format!("`{authority}` is no authority; write for example warmroute-qwen.inference"));
+                refuse(format!(
+                    "`{authority}` is no authority; write for example warmroute-qwen.inference"
+                ));
             }
             if pool.is_empty() {
                 refuse("the name of the pool is empty".to_owned());
@@ -146,9 +182,8 @@ impl ConfineRule {
         let of_host = |pattern: &String| {
             let (pattern, host) = (pattern.to_ascii_lowercase(), host?);
             match pattern.strip_prefix('*') {
-                Some(domain) => {
-                    (host.len() > domain.len() && host.ends_with(domain)).then_some(HostFit::Below(domain.len()))
-                }
+                Some(domain) => (host.len() > domain.len() && host.ends_with(domain))
+                    .then_some(HostFit::Below(domain.len())),
                 None => (pattern == host).then_some(HostFit::Exact),
             }
         };
@@ -157,25 +192,41 @@ impl ConfineRule {
             let rest = path.strip_prefix(prefix)?;
             (rest.is_empty() || rest.starts_with('/')).then_some(prefix.len())
         };
-        let host = if self.hosts.is_empty() { HostFit::Any } else { self.hosts.iter().filter_map(of_host).max()? };
-        let path = if self.paths.is_empty() { 0 } else { self.paths.iter().filter_map(of_path).max()? };
+        let host = if self.hosts.is_empty() {
+            HostFit::Any
+        } else {
+            self.hosts.iter().filter_map(of_host).max()?
+        };
+        let path = if self.paths.is_empty() {
+            0
+        } else {
+            self.paths.iter().filter_map(of_path).max()?
+        };
         Some((host, path))
     }
 
     fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.pool.is_empty() {
-            problems.push(Problem::of("pool", "the name is empty; write that of a pool"));
+            problems.push(Problem::of(
+                "pool",
+                "the name is empty; write that of a pool",
+            ));
         }
         for (at, host) in self.hosts.iter().enumerate() {
             let name = host.strip_prefix("*.").unwrap_or(host);
             if name.is_empty() || name.contains(['*', '/', ' ']) || bare(name) != name {
-                let text =
-                    format!("`{host}` is no host; write for example chat.example.com or *.example.com, without port");
+                let text = format!(
+                    "`{host}` is no host; write for example chat.example.com or *.example.com, without port"
+                );
                 problems.push(Problem::at([Step::from("hosts"), at.into()], text));
             }
         }
-        for (at, path) in self.paths.iter().enumerate().filter(|(_, path)| !path.starts_with('/') || path.contains('?'))
+        for (at, path) in self
+            .paths
+            .iter()
+            .enumerate()
+            .filter(|(_, path)| !path.starts_with('/') || path.contains('?'))
         {
             let text = format!("`{path}` is no beginning of a path; write for example /chat");
             problems.push(Problem::at([Step::from("paths"), at.into()], text));
@@ -217,7 +268,11 @@ fn service_name(authority: &str) -> String {
 /// A host without its port.
 fn bare(host: &str) -> Cow<'_, str> {
     match host.rsplit_once(':') {
-        Some((name, port)) if !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()) && !is_ipv6(name) => {
+        Some((name, port))
+            if !port.is_empty()
+                && port.bytes().all(|byte| byte.is_ascii_digit())
+                && !is_ipv6(name) =>
+        {
             Cow::Borrowed(name)
         }
         _ => Cow::Borrowed(host),
@@ -240,7 +295,12 @@ mod tests {
     }
 
     fn pool(config: &ConfineConfig, path: &str, headers: &[(&str, &str)]) -> Option<String> {
-        let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| Cow::Borrowed(*value));
+        let find = |name: &str| {
+            headers
+                .iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| Cow::Borrowed(*value))
+        };
         config.pool_of(path, &find).map(|pool| pool.to_string())
     }
 
@@ -273,11 +333,22 @@ mod tests {
             ("[::1]:80", "/v1", Some("host")),
             ("", "/v1", None),
         ] {
-            assert_eq!(pool(&rules, path, &[(":authority", host)]).as_deref(), expected, "{host} {path}");
+            assert_eq!(
+                pool(&rules, path, &[(":authority", host)]).as_deref(),
+                expected,
+                "{host} {path}"
+            );
         }
-        assert_eq!(pool(&rules, "/v1", &[("host", "a.example.com")]).as_deref(), Some("host"));
+        assert_eq!(
+            pool(&rules, "/v1", &[("host", "a.example.com")]).as_deref(),
+            Some("host")
+        );
         assert_eq!(pool(&rules, "/chat", &[]).as_deref(), Some("chat"));
-        assert_eq!(pool(&rules, "/v1", &[("x-pool", "p")]), None, "nobody said that this header counts");
+        assert_eq!(
+            pool(&rules, "/v1", &[("x-pool", "p")]),
+            None,
+            "nobody said that this header counts"
+        );
     }
 
     #[test]
@@ -295,10 +366,22 @@ mod tests {
             ("warmroute-a.inference", Some("inference/a")),
             ("warmroute-a.inference:9002", Some("inference/a")),
             ("warmroute-a.inference.svc:9002", Some("inference/a")),
-            ("Warmroute-A.inference.svc.cluster.local", Some("inference/a")),
-            ("outbound|9002||warmroute-a.inference.svc.cluster.local", Some("inference/a")),
-            ("outbound+9002++warmroute-a.inference.svc.cluster.local", Some("inference/a")),
-            ("outbound|9002|canary|warmroute-b.inference.svc.cluster.local", Some("inference/b")),
+            (
+                "Warmroute-A.inference.svc.cluster.local",
+                Some("inference/a"),
+            ),
+            (
+                "outbound|9002||warmroute-a.inference.svc.cluster.local",
+                Some("inference/a"),
+            ),
+            (
+                "outbound+9002++warmroute-a.inference.svc.cluster.local",
+                Some("inference/a"),
+            ),
+            (
+                "outbound|9002|canary|warmroute-b.inference.svc.cluster.local",
+                Some("inference/b"),
+            ),
             ("warmroute-b.inference:9003", Some("inference/b")),
             ("extension=inference=warmroute-c", Some("inference/c")),
             ("ext_proc", Some("d")),
@@ -307,24 +390,38 @@ mod tests {
             ("warmroute-a", None),
             ("", None),
         ] {
-            assert_eq!(authorities.pool_of(authority).as_deref(), expected, "{authority}");
+            assert_eq!(
+                authorities.pool_of(authority).as_deref(),
+                expected,
+                "{authority}"
+            );
         }
     }
 
     #[test]
     fn authority_problems_are_reported() {
-        let config: ConfineConfig =
-            serde_json::from_str(r#"{"authority": {"a.b:9002": "p", "a.b.svc": "q", "": "r", "c d": "s", "e.f": ""}}"#)
-                .unwrap();
+        let config: ConfineConfig = serde_json::from_str(
+            r#"{"authority": {"a.b:9002": "p", "a.b.svc": "q", "": "r", "c d": "s", "e.f": ""}}"#,
+        )
+        .unwrap();
         assert_eq!(config.problems().len(), 4, "{:?}", config.problems());
     }
 
     #[test]
     fn a_header_beats_the_rules_and_a_rule_for_all_comes_last() {
-        let rules =
-            config(r#"{"header": "x-pool", "rules": [{"pool": "rest"}, {"pool": "chat", "paths": ["/chat"]}]}"#);
-        for (path, header, expected) in [("/chat", " other ", "other"), ("/chat", " ", "chat"), ("/v1", "", "rest")] {
-            assert_eq!(pool(&rules, path, &[("x-pool", header)]).as_deref(), Some(expected), "{path} {header}");
+        let rules = config(
+            r#"{"header": "x-pool", "rules": [{"pool": "rest"}, {"pool": "chat", "paths": ["/chat"]}]}"#,
+        );
+        for (path, header, expected) in [
+            ("/chat", " other ", "other"),
+            ("/chat", " ", "chat"),
+            ("/v1", "", "rest"),
+        ] {
+            assert_eq!(
+                pool(&rules, path, &[("x-pool", header)]).as_deref(),
+                Some(expected),
+                "{path} {header}"
+            );
         }
     }
 

@@ -18,7 +18,9 @@ type Work = Box<dyn FnOnce() + Send>;
 
 /// How many there are.
 pub(super) fn size() -> usize {
-    thread::available_parallelism().map_or(1, std::num::NonZero::get).max(2)
+    thread::available_parallelism()
+        .map_or(1, std::num::NonZero::get)
+        .max(2)
 }
 
 /// Runs something on one of the threads, once one is free; nothing if it panics.
@@ -45,7 +47,9 @@ impl Crew {
         let desk = Arc::<Mutex<Desk>>::default();
         let started = (0..size()).map(|at| {
             let desk = desk.clone();
-            thread::Builder::new().name(format!("encoder-{at}")).spawn(move || serve(&desk))
+            thread::Builder::new()
+                .name(format!("encoder-{at}"))
+                .spawn(move || serve(&desk))
         });
         let threads = started.filter(Result::is_ok).count();
         Self { desk, threads }

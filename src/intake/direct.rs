@@ -11,10 +11,21 @@ impl Intake {
     }
 
     /// A request with these tokens, for a model and perhaps an adapter.
-    pub fn take_tokens(&self, named: &Named, tokens: Vec<u32>, cache_salt: Option<String>) -> RouteRequest {
-        let salt = Salt { lora: named.adapter.clone(), cache: cache_salt };
+    pub fn take_tokens(
+        &self,
+        named: &Named,
+        tokens: Vec<u32>,
+        cache_salt: Option<String>,
+    ) -> RouteRequest {
+        let salt = Salt {
+            lora: named.adapter.clone(),
+            cache: cache_salt,
+        };
         let prompts = [tokens];
-        let hashes: Vec<_> = prompts.iter().map(|tokens| named.hashes(tokens, &salt)).collect();
+        let hashes: Vec<_> = prompts
+            .iter()
+            .map(|tokens| named.hashes(tokens, &salt))
+            .collect();
         let tracked = self.tracked(named, &prompts, &hashes, &salt);
         let mut request = RouteRequest::new(Some(named.model.name.clone()), Prompt::Hashed(hashes));
         request.tracked = tracked;

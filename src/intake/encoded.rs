@@ -60,11 +60,22 @@ impl Encoded {
     }
 
     /// What separates this client's cache from others'. What else its body says to routers is kept, if it is to be believed.
-    pub(super) fn salt(&mut self, told: &Told, request: &mut openai::Request, trusted: bool) -> Option<String> {
+    pub(super) fn salt(
+        &mut self,
+        told: &Told,
+        request: &mut openai::Request,
+        trusted: bool,
+    ) -> Option<String> {
         let raw = request.extension.take().filter(|_| trusted);
         self.extension = raw.map(|raw| Box::new(Extension::read(&raw)));
-        let in_extension = self.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
-        told.tenant.clone().or(in_extension).or(request.cache_salt.take())
+        let in_extension = self
+            .extension
+            .as_ref()
+            .and_then(|extension| extension.cache_salt.clone());
+        told.tenant
+            .clone()
+            .or(in_extension)
+            .or(request.cache_salt.take())
     }
 
     /// A request whose body was not read, and why.
@@ -72,7 +83,9 @@ impl Encoded {
         match api.shape() {
             // Whatever is wrong with it, it is no work.
             Shape::NoPrompt => Self::unread(0, Reason::NotInference),
-            Shape::Prompt | Shape::LoadOnly if api.is_text() => Self::unread(estimate(bytes), because),
+            Shape::Prompt | Shape::LoadOnly if api.is_text() => {
+                Self::unread(estimate(bytes), because)
+            }
             Shape::Prompt | Shape::LoadOnly => Self::unread(0, because),
         }
     }
@@ -92,11 +105,22 @@ impl Encoded {
         let tokens = self.prompt.tokens();
         self.prompt = match self.prompt {
             Prompt::Hashed(mut prompts) if prompts.len() == 1 => match prompts.pop() {
-                Some(known) => Prompt::Beginning { known, tokens, because },
+                Some(known) => Prompt::Beginning {
+                    known,
+                    tokens,
+                    because,
+                },
                 None => Prompt::Estimated { tokens, because },
             },
-            Prompt::Beginning { known, tokens, .. } => Prompt::Beginning { known, tokens, because },
-            none @ Prompt::Estimated { because: Reason::NotInference | Reason::UnknownModel, .. } => none,
+            Prompt::Beginning { known, tokens, .. } => Prompt::Beginning {
+                known,
+                tokens,
+                because,
+            },
+            none @ Prompt::Estimated {
+                because: Reason::NotInference | Reason::UnknownModel,
+                ..
+            } => none,
             Prompt::Hashed(_) | Prompt::Estimated { .. } => Prompt::Estimated { tokens, because },
         };
         self.tokens = Vec::new();

@@ -23,7 +23,9 @@ use super::{Body, Encoded, Intake, Named, Place, Stopwatch, Told};
 use crate::block::multimodal::{ObjectHash, PromptObject};
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, placeholders};
 use crate::engine_client::config::EnginesConfig;
-use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rendered, RenderedObject, Tokenized};
+use crate::engine_client::{
+    EngineClient, EngineError, EngineUrl, RenderApi, Rendered, RenderedObject, Tokenized,
+};
 use crate::metrics::{Metrics, ModelOutcomeLabels};
 use crate::openai::{self, Api};
 use crate::parity::{Foretold, Standing};
@@ -113,7 +115,11 @@ impl EngineTokens {
         let in_flight = config.in_flight.saturating_mul(MOST_TRIES as u32);
         Self {
             client: client.apart(token_file, in_flight),
-            urls: config.urls.iter().filter_map(|url| url.parse().ok()).collect(),
+            urls: config
+                .urls
+                .iter()
+                .filter_map(|url| url.parse().ok())
+                .collect(),
             config: config.clone(),
             engines: engines.clone(),
             router,
@@ -135,8 +141,14 @@ impl EngineTokens {
             let fleet = self.router.fleet();
             let serving = fleet.workers().filter(|worker| worker.model == *model);
             let usable = serving.filter(|worker| {
-                let rank = |rank| WorkerRank { worker: worker.id, rank };
-                worker.ranks.iter().any(|dp| self.router.is_usable(rank(dp)))
+                let rank = |rank| WorkerRank {
+                    worker: worker.id,
+                    rank,
+                };
+                worker
+                    .ranks
+                    .iter()
+                    .any(|dp| self.router.is_usable(rank(dp)))
             });
             targets.extend(usable.map(|worker| self.engines.url(worker.endpoint)));
             targets.sort_unstable();
@@ -154,11 +166,18 @@ impl EngineTokens {
 
     fn admits(&self, url: &EngineUrl) -> bool {
         let mut breakers = self.breakers.lock();
-        breakers.entry(url.clone()).or_default().admits(Instant::now(), self.config.rest.get())
+        breakers
+            .entry(url.clone())
+            .or_default()
+            .admits(Instant::now(), self.config.rest.get())
     }
 
     /// The first usable answer.
-    async fn ask(&self, model: &ModelName, question: Question) -> Result<Vec<Rendered>, &'static str> {
+    async fn ask(
+        &self,
+        model: &ModelName,
+        question: Question,
+    ) -> Result<Vec<Rendered>, &'static str> {
         let mut targets = self.targets(model).into_iter();
         let mut next = || targets.by_ref().find(|url| self.admits(url));
         let mut calls = FuturesUnordered::new();
@@ -182,7 +201,11 @@ impl EngineTokens {
             };
             waits = waits && more.is_some();
             let late = question.started.elapsed() >= self.config.deadline.get();
-            let another = if tries < MOST_TRIES && !late { next() } else { None };
+            let another = if tries < MOST_TRIES && !late {
+                next()
+            } else {
+                None
+            };
             match (another, more) {
                 (Some(url), _) => {
                     tries += 1;
@@ -195,13 +218,30 @@ impl EngineTokens {
     }
 
     async fn one(&self, url: EngineUrl, question: Question) -> Result<Vec<Rendered>, EngineError> {
-        let left = self.config.deadline.get().saturating_sub(question.started.elapsed());
-        let asked = Asked { of: self, url: url.clone(), since: Some(Instant::now()) };
+        let left = self
+            .config
+            .deadline
+            .get()
+            .saturating_sub(question.started.elapsed());
+        let asked = Asked {
+            of: self,
+            url: url.clone(),
+            since: Some(Instant::now()),
+        };
         let answered = match self.config.path {
-            RenderPath::Render => self.client.render(&url, question.api, question.body, left).await,
+            RenderPath::Render => {
+                self.client
+                    .render(&url, question.api, question.body, left)
+                    .await
+            }
             RenderPath::Tokenize => {
                 let tokenized = self.client.tokenize(&url, question.body, left).await;
-                tokenized.map(|Tokenized { tokens, .. }| vec![Rendered { token_ids: tokens, objects: vec![] }])
+                tokenized.map(|Tokenized { tokens, .. }| {
+                    vec![Rendered {
+                        token_ids: tokens,
+                        objects: vec![],
+                    }]
+                })
             }
         };
         asked.answered();
@@ -234,7 +274,10 @@ impl EngineTokens {
         }
         match self.config.path {
             // Without it the answer holds every pixel.
-            RenderPath::Render => Some((render, openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into())),
+            RenderPath::Render => Some((
+                render,
+                openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into(),
+            )),
             RenderPath::Tokenize => {
                 let keys: BTreeMap<String, &RawValue> = serde_json::from_slice(body).ok()?;
                 let read = !NOT_TOKENIZED.iter().any(|key| keys.contains_key(*key))
@@ -250,9 +293,13 @@ impl EngineTokens {
 /// Whether tools are offered and none may be called: engines with `--exclude-tools-when-tool-choice-none` show them to nobody
 /// then, and `/tokenize` shows them all the same.
 fn refuses_tools(keys: &BTreeMap<String, &RawValue>) -> bool {
-    let read = |key: &str| keys.get(key).and_then(|raw| serde_json::from_str::<Value>(raw.get()).ok());
+    let read = |key: &str| {
+        keys.get(key)
+            .and_then(|raw| serde_json::from_str::<Value>(raw.get()).ok())
+    };
     read("tool_choice").is_some_and(|choice| choice == "none")
-        && read("tools").is_some_and(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
+        && read("tools")
+            .is_some_and(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
 }
 
 /// One who was asked. Dropped without an answer after another one had to be asked, it has failed: who hangs would otherwise
@@ -271,10 +318,19 @@ impl Asked<'_> {
 
 impl Drop for Asked<'_> {
     fn drop(&mut self) {
-        let EngineTokens { breakers, config, .. } = self.of;
-        if self.since.is_some_and(|since| since.elapsed() >= config.hedge_after.get()) {
+        let EngineTokens {
+            breakers, config, ..
+        } = self.of;
+        if self
+            .since
+            .is_some_and(|since| since.elapsed() >= config.hedge_after.get())
+        {
             let mut breakers = breakers.lock();
-            breakers.entry(self.url.clone()).or_default().failed(Instant::now(), config.failures, config.rest.get());
+            breakers.entry(self.url.clone()).or_default().failed(
+                Instant::now(),
+                config.failures,
+                config.rest.get(),
+            );
         }
     }
 }
@@ -282,21 +338,43 @@ impl Drop for Asked<'_> {
 impl Intake {
     /// Asks engines for the tokens of a body, where that is wanted of its model.
     pub(super) async fn ask_engines(self: &Arc<Self>, api: Api, told: &mut Told, body: &Body) {
-        if self.parts.tokens.values().all(|source| source.engine.is_none()) {
+        if self
+            .parts
+            .tokens
+            .values()
+            .all(|source| source.engine.is_none())
+        {
             return;
         }
         let Body::Whole(bytes) = body else { return };
         let asked = openai::model_quickly(bytes);
-        let Some(named) = self.parts.models.find(asked.as_deref()) else { return };
+        let Some(named) = self.parts.models.find(asked.as_deref()) else {
+            return;
+        };
         let model = &named.model.name;
-        let Some(source) = self.parts.tokens.get(model) else { return };
-        let Some(engine) = source.engine.as_ref().filter(|engine| engine.is_wanted(&source.standing)) else { return };
+        let Some(source) = self.parts.tokens.get(model) else {
+            return;
+        };
+        let Some(engine) = source
+            .engine
+            .as_ref()
+            .filter(|engine| engine.is_wanted(&source.standing))
+        else {
+            return;
+        };
         let started = Instant::now();
-        let Some(answered) = self.answered(engine, (api, model, bytes), started).await else { return };
+        let Some(answered) = self.answered(engine, (api, model, bytes), started).await else {
+            return;
+        };
         let outcome = answered.as_ref().err().copied().unwrap_or("ok");
-        let label = ModelOutcomeLabels { model: model.as_str().to_owned(), outcome };
+        let label = ModelOutcomeLabels {
+            model: model.as_str().to_owned(),
+            outcome,
+        };
         engine.metrics.engine_tokens.get_or_create(&label).inc();
-        told.engine = answered.map_or(Said::Failed, |rendered| Said::Tokens(model.clone(), rendered));
+        told.engine = answered.map_or(Said::Failed, |rendered| {
+            Said::Tokens(model.clone(), rendered)
+        });
         told.waited = started.elapsed();
     }
 
@@ -308,8 +386,14 @@ impl Intake {
         started: Instant,
     ) -> Option<Result<Vec<Rendered>, &'static str>> {
         // First of all, so that bodies beyond what may be under way are not even looked at.
-        let Ok(_permit) = engine.room.try_acquire() else { return Some(Err("busy")) };
-        let prepared = tokio::time::timeout(engine.config.deadline.get(), self.prepared(api, model, body)).await;
+        let Ok(_permit) = engine.room.try_acquire() else {
+            return Some(Err("busy"));
+        };
+        let prepared = tokio::time::timeout(
+            engine.config.deadline.get(),
+            self.prepared(api, model, body),
+        )
+        .await;
         match prepared.unwrap_or(Err("timeout")) {
             Ok(Some((api, body))) => Some(engine.ask(model, Question { api, body, started }).await),
             Ok(None) => None,
@@ -325,13 +409,24 @@ impl Intake {
         body: &Bytes,
     ) -> Result<Option<(RenderApi, Bytes)>, &'static str> {
         let question = move |intake: &Self, model: &ModelName, body: &Bytes| {
-            intake.parts.tokens.get(model)?.engine.as_ref()?.question(api, body)
+            intake
+                .parts
+                .tokens
+                .get(model)?
+                .engine
+                .as_ref()?
+                .question(api, body)
         };
         if body.len() <= self.parts.limits.inline {
             return Ok(question(self, model, body));
         }
         let _place = Place::take(&self.queued, self.parts.limits.queue).ok_or("busy")?;
-        let permit = self.encoders.clone().acquire_owned().await.map_err(|_| "busy")?;
+        let permit = self
+            .encoders
+            .clone()
+            .acquire_owned()
+            .await
+            .map_err(|_| "busy")?;
         let (intake, model, body) = (self.clone(), model.clone(), body.clone());
         let prepare = move || {
             // Held until the work is done, as for prompts.
@@ -349,11 +444,26 @@ impl Intake {
         request: &openai::Request,
         encoded: &mut Encoded,
     ) -> bool {
-        let Said::Tokens(model, rendered) = &told.engine else { return false };
-        let Some(source) = self.parts.tokens.get(model).filter(|_| *model == named.model.name) else { return false };
+        let Said::Tokens(model, rendered) = &told.engine else {
+            return false;
+        };
+        let Some(source) = self
+            .parts
+            .tokens
+            .get(model)
+            .filter(|_| *model == named.model.name)
+        else {
+            return false;
+        };
         let has_media = matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media());
-        let tokenize_only = source.engine.as_ref().is_some_and(|engine| engine.config.path == RenderPath::Tokenize);
-        let own = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
+        let tokenize_only = source
+            .engine
+            .as_ref()
+            .is_some_and(|engine| engine.config.path == RenderPath::Tokenize);
+        let own = encoded
+            .extension
+            .as_ref()
+            .is_some_and(|extension| extension.token_data.is_some());
         let asked = match &request.prompt {
             openai::Prompt::Chat(_) => 1,
             openai::Prompt::Texts(texts) => texts.len(),
@@ -377,9 +487,14 @@ impl Intake {
             return true;
         }
         let prompts: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
-        let (hashes, tracked): (Vec<_>, Vec<_>) =
-            rendered.iter().map(|one| self.engine_blocks((named, salt), one)).unzip();
-        encoded.tracked = tracked.into_iter().map(|mut names| names.as_mut().and_then(Vec::pop)).collect();
+        let (hashes, tracked): (Vec<_>, Vec<_>) = rendered
+            .iter()
+            .map(|one| self.engine_blocks((named, salt), one))
+            .unzip();
+        encoded.tracked = tracked
+            .into_iter()
+            .map(|mut names| names.as_mut().and_then(Vec::pop))
+            .collect();
         encoded.prompt = Prompt::Hashed(hashes);
         if source.standing.is_mistrusted() && !has_media {
             encoded.foretold = self.shadow((named, salt), source, told.until, request);
@@ -396,12 +511,19 @@ impl Intake {
     ) -> (BlockHashes, Option<Vec<Arc<[SequenceHash]>>>) {
         let object = |object: &RenderedObject| {
             let ranges = std::iter::once(object.offset..object.offset + object.length).collect();
-            Some(PromptObject { object: ObjectHash::of(&object.hash)?, ranges })
+            Some(PromptObject {
+                object: ObjectHash::of(&object.hash)?,
+                ranges,
+            })
         };
         let objects: Vec<_> = rendered.objects.iter().filter_map(object).collect();
         let model = &named.model;
         let plain = Content::plain(&rendered.token_ids, salt);
-        let content = Content { windows: model.windows, objects: &objects, ..plain };
+        let content = Content {
+            windows: model.windows,
+            objects: &objects,
+            ..plain
+        };
         let hashes = placeholders::hashes(&content, model.block_size, model.media);
         let names = self.tracked_content(named, &content, &hashes);
         (hashes, names)
@@ -416,18 +538,27 @@ impl Intake {
         until: Option<Instant>,
         request: &openai::Request,
     ) -> Foretold {
-        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return Foretold::Nothing };
+        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else {
+            return Foretold::Nothing;
+        };
         if !engine.turn.load(Ordering::Relaxed).is_multiple_of(COMPARED) {
             return Foretold::Nothing;
         }
         let is_over = Stopwatch::start(until).deadline();
         let budget = TokenBudget::new(self.most_tokens(named), &is_over);
         let rendered = encoder.render(request);
-        let prompts = rendered.and_then(|rendered| encoder.tokenize_within(&rendered, salt.cache.as_deref(), &budget));
+        let prompts = rendered.and_then(|rendered| {
+            encoder.tokenize_within(&rendered, salt.cache.as_deref(), &budget)
+        });
         match prompts.as_deref() {
-            Ok([BoundedTokens { tokens, stopped: None }]) => {
-                Foretold::Shadow(Box::new(named.resumed_hashes(tokens, salt)))
-            }
+            Ok(
+                [
+                    BoundedTokens {
+                        tokens,
+                        stopped: None,
+                    },
+                ],
+            ) => Foretold::Shadow(Box::new(named.resumed_hashes(tokens, salt))),
             _ => Foretold::Nothing,
         }
     }
@@ -437,19 +568,35 @@ impl Intake {
         if !matches!(told.engine, Said::NotAsked) {
             encoded.times.push(("engine_tokens", told.waited));
         }
-        if matches!(told.engine, Said::Failed) && encoded.prompt.because() == Some(Reason::NoTokenizer) {
+        if matches!(told.engine, Said::Failed)
+            && encoded.prompt.because() == Some(Reason::NoTokenizer)
+        {
             encoded.fail(Reason::EngineTokensFailed);
         }
-        let source = encoded.model.as_ref().and_then(|model| self.parts.tokens.get(model));
-        let Some(source) = source.filter(|_| encoded.ours) else { return encoded };
+        let source = encoded
+            .model
+            .as_ref()
+            .and_then(|model| self.parts.tokens.get(model));
+        let Some(source) = source.filter(|_| encoded.ours) else {
+            return encoded;
+        };
         if !source.standing.is_mistrusted() {
-            encoded.foretold = if encoded.illustrated { Foretold::Illustrated } else { Foretold::Prompt };
+            encoded.foretold = if encoded.illustrated {
+                Foretold::Illustrated
+            } else {
+                Foretold::Prompt
+            };
             return encoded;
         }
         let tokens = encoded.prompt.tokens();
-        let doubted = Prompt::Estimated { tokens, because: Reason::ParityMismatch };
+        let doubted = Prompt::Estimated {
+            tokens,
+            because: Reason::ParityMismatch,
+        };
         let shadow = match std::mem::replace(&mut encoded.prompt, doubted) {
-            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts).ok().filter(|_| !encoded.illustrated),
+            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts)
+                .ok()
+                .filter(|_| !encoded.illustrated),
             Prompt::Beginning { .. } => None,
             // What was not known is not doubted.
             prompt @ Prompt::Estimated { .. } => {
@@ -457,7 +604,9 @@ impl Intake {
                 return encoded;
             }
         };
-        encoded.foretold = shadow.map_or(Foretold::Nothing, |[hashes]| Foretold::Shadow(Box::new(hashes)));
+        encoded.foretold = shadow.map_or(Foretold::Nothing, |[hashes]| {
+            Foretold::Shadow(Box::new(hashes))
+        });
         encoded.tracked = None;
         encoded.tokens = Vec::new();
         encoded

@@ -18,14 +18,21 @@ pub(super) enum LargeBodySlot {
     /// None, because the body is not large.
     Free,
     /// One place in the queue of large bodies, and one of their threads.
-    Large { _place: OwnedSemaphorePermit, _thread: OwnedSemaphorePermit },
+    Large {
+        _place: OwnedSemaphorePermit,
+        _thread: OwnedSemaphorePermit,
+    },
 }
 
 impl LargeBodies {
     /// Permits for all threads but one and for half of the queue.
     pub(super) fn new(threads: usize, queue: usize) -> Self {
-        let semaphore = |permits: usize| Arc::new(Semaphore::new(permits.clamp(1, Semaphore::MAX_PERMITS)));
-        Self { threads: semaphore(threads.saturating_sub(1)), places: semaphore(queue / 2) }
+        let semaphore =
+            |permits: usize| Arc::new(Semaphore::new(permits.clamp(1, Semaphore::MAX_PERMITS)));
+        Self {
+            threads: semaphore(threads.saturating_sub(1)),
+            places: semaphore(queue / 2),
+        }
     }
 
     /// Waits for the permit of a body of this size. Returns `None` if too many bodies wait.
@@ -35,7 +42,10 @@ impl LargeBodies {
         }
         let place = self.places.clone().try_acquire_owned().ok()?;
         let thread = self.threads.clone().acquire_owned().await.ok()?;
-        Some(LargeBodySlot::Large { _place: place, _thread: thread })
+        Some(LargeBodySlot::Large {
+            _place: place,
+            _thread: thread,
+        })
     }
 }
 
@@ -55,8 +65,14 @@ mod tests {
         tokio::pin!(third);
         let soon = tokio::time::timeout(Duration::from_millis(20), &mut third).await;
         assert!(soon.is_err(), "the last thread is for others");
-        assert!(large.acquire(LARGE + 1).await.is_none(), "three places are all");
-        assert!(matches!(large.acquire(LARGE).await, Some(LargeBodySlot::Free)));
+        assert!(
+            large.acquire(LARGE + 1).await.is_none(),
+            "three places are all"
+        );
+        assert!(matches!(
+            large.acquire(LARGE).await,
+            Some(LargeBodySlot::Free)
+        ));
         drop(first);
         assert!(third.await.is_some());
     }

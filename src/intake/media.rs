@@ -17,7 +17,9 @@ impl Intake {
         encoded: &mut Encoded,
         clock: &mut Stopwatch,
     ) {
-        let Some(encoder) = &named.model.encoder else { return encoded.fail(Reason::NoTokenizer) };
+        let Some(encoder) = &named.model.encoder else {
+            return encoded.fail(Reason::NoTokenizer);
+        };
         let root = self.agreed(named, |agreed| match &agreed.root {
             Some(root) => Some(Root::Alike(root.clone())),
             None => agreed.roots_differ.then_some(Root::Different),
@@ -36,16 +38,31 @@ impl Intake {
             let size = named.model.block_size.tokens();
             shown.tokens.truncate(shown.tokens.len() / size * size);
         }
-        let Illustrated { tokens, at_least, whole, .. } = &shown;
+        let Illustrated {
+            tokens,
+            at_least,
+            whole,
+            ..
+        } = &shown;
         let objects = shown.objects();
-        let content = Content { windows: named.model.windows, objects: &objects, ..Content::plain(tokens, salt) };
+        let content = Content {
+            windows: named.model.windows,
+            objects: &objects,
+            ..Content::plain(tokens, salt)
+        };
         let known = tokens.hashes_of(&content, named.model.block_size, named.model.media);
         encoded.tracked = self.tracked_content(named, &content, &known);
         encoded.prompt = match whole {
             true => Prompt::Hashed(vec![known]),
             false => {
-                let tokens = (*at_least as u64).min(estimate(usize::MAX)).max(known.tokens() as u64);
-                Prompt::Beginning { known, tokens, because: Reason::Multimodal }
+                let tokens = (*at_least as u64)
+                    .min(estimate(usize::MAX))
+                    .max(known.tokens() as u64);
+                Prompt::Beginning {
+                    known,
+                    tokens,
+                    because: Reason::Multimodal,
+                }
             }
         };
         if *whole {

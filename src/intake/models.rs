@@ -42,11 +42,20 @@ impl Models {
     pub fn add(&mut self, model: Model, aliases: &[ModelName], adapters: &[ModelName]) {
         let model = Arc::new(model);
         for adapter in adapters {
-            let named = Named { model: model.clone(), adapter: Some(adapter.as_str().to_owned()) };
+            let named = Named {
+                model: model.clone(),
+                adapter: Some(adapter.as_str().to_owned()),
+            };
             self.names.insert(adapter.as_str().to_owned(), named);
         }
         for name in aliases.iter().chain([&model.name]) {
-            self.names.insert(name.as_str().to_owned(), Named { model: model.clone(), adapter: None });
+            self.names.insert(
+                name.as_str().to_owned(),
+                Named {
+                    model: model.clone(),
+                    adapter: None,
+                },
+            );
         }
         self.models.push(model);
     }
@@ -55,7 +64,10 @@ impl Models {
     pub fn find(&self, name: Option<&str>) -> Option<Named> {
         match (name, self.models.as_slice()) {
             (Some(name), _) => self.names.get(name).cloned(),
-            (None, [only]) => Some(Named { model: only.clone(), adapter: None }),
+            (None, [only]) => Some(Named {
+                model: only.clone(),
+                adapter: None,
+            }),
             (None, _) => None,
         }
     }
@@ -73,6 +85,9 @@ impl Named {
     }
 
     pub(super) fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {
-        Content { windows: self.model.windows, ..Content::plain(tokens, salt) }
+        Content {
+            windows: self.model.windows,
+            ..Content::plain(tokens, salt)
+        }
     }
 }

@@ -43,7 +43,9 @@ impl Pace {
             0 => self.read.load(Ordering::Relaxed),
             pace => pace,
         };
-        pace > 0 && bytes <= MOST && pace.saturating_mul(bytes as u64) / 1000 <= QUICK.as_nanos() as u64
+        pace > 0
+            && bytes <= MOST
+            && pace.saturating_mul(bytes as u64) / 1000 <= QUICK.as_nanos() as u64
     }
 
     /// Notes how long a body took. Those of a few kilobytes cost what every request costs, whatever their length, and are not
@@ -75,14 +77,22 @@ mod tests {
     fn nothing_is_quick_before_anything_was_measured() {
         let pace = Pace::default();
         assert!(!pace.takes_little(1));
-        assert!(pace.is_quick(4, 4) && !pace.is_quick(5, 4) && !pace.is_quick(1, 0), "but for what always is");
+        assert!(
+            pace.is_quick(4, 4) && !pace.is_quick(5, 4) && !pace.is_quick(1, 0),
+            "but for what always is"
+        );
     }
 
     #[test]
     fn what_was_quick_is_expected_to_be_so_in_proportion_to_its_length() {
         let pace = Pace::default();
         pace.note(Became::Tokens, 10_000, Duration::from_micros(100));
-        let cases = [(10_000, true), (100_000, true), (100_001, false), (MOST + 1, false)];
+        let cases = [
+            (10_000, true),
+            (100_000, true),
+            (100_001, false),
+            (MOST + 1, false),
+        ];
         for (bytes, expected) in cases {
             assert_eq!(pace.takes_little(bytes), expected, "{bytes}");
         }
@@ -122,7 +132,11 @@ mod tests {
         let pace = Pace::default();
         for at in 0..1000 {
             // One in ten has nothing behind what was there before.
-            pace.note(Became::Tokens, 100_000, Duration::from_micros(if at % 10 == 0 { 60_000 } else { 100 }));
+            pace.note(
+                Became::Tokens,
+                100_000,
+                Duration::from_micros(if at % 10 == 0 { 60_000 } else { 100 }),
+            );
             assert!(at == 0 || !pace.takes_little(100_000), "{at}");
         }
     }

@@ -23,7 +23,11 @@ impl Intake {
 
     /// Adds what others say of a request's prompts, and says how long the index took; `shared` where the cache that all
     /// workers share is to be asked as well.
-    pub async fn ask_others(&self, request: &mut RouteRequest, shared: bool) -> Option<(&'static str, Duration)> {
+    pub async fn ask_others(
+        &self,
+        request: &mut RouteRequest,
+        shared: bool,
+    ) -> Option<(&'static str, Duration)> {
         let shared = self.parts.shared.as_ref().filter(|_| shared);
         let blocks = async {
             match shared {
@@ -50,8 +54,16 @@ impl Intake {
             return Remote::NotAsked;
         }
         let model = request.model.as_ref();
-        let Some(named) = self.named(model.map(|model| model.as_str())) else { return Remote::NotAsked };
+        let Some(named) = self.named(model.map(|model| model.as_str())) else {
+            return Remote::NotAsked;
+        };
         let hashing = named.model.agreement();
-        asker.ask(Question { model, hashing, prompts: request.prompt.blocks() }).await
+        asker
+            .ask(Question {
+                model,
+                hashing,
+                prompts: request.prompt.blocks(),
+            })
+            .await
     }
 }

@@ -90,8 +90,15 @@ impl Intake {
         body: &Bytes,
         random: f64,
     ) -> Option<RewrittenBody> {
-        let Parts { rewrites, rewrite_headers, .. } = &self.parts;
-        let header = rewrite_headers.iter().find_map(|name| headers(name)).map(Cow::into_owned);
+        let Parts {
+            rewrites,
+            rewrite_headers,
+            ..
+        } = &self.parts;
+        let header = rewrite_headers
+            .iter()
+            .find_map(|name| headers(name))
+            .map(Cow::into_owned);
         let cluster = self.cluster();
         if rewrites.is_empty() && cluster.rewrites().is_empty() && header.is_none() {
             return None;
@@ -99,33 +106,67 @@ impl Intake {
         let asked = openai::model_of(body);
         // The asked name is put back into every piece of the response.
         let is_too_long = |name: &str| name.len() > openai::LONGEST_MODEL;
-        if [&asked, &header].into_iter().flatten().any(|name| is_too_long(name)) {
+        if [&asked, &header]
+            .into_iter()
+            .flatten()
+            .any(|name| is_too_long(name))
+        {
             return None;
         }
-        let model = AskedModel { name: asked.as_deref(), header: header.as_deref(), pool };
+        let model = AskedModel {
+            name: asked.as_deref(),
+            header: header.as_deref(),
+            pool,
+        };
         let chosen = rewrites.choose(cluster.rewrites(), model, random);
         let served = chosen.filter(|name| !is_too_long(name))?.to_owned();
         // A body that is not a JSON object has no model; the engine refuses it.
         let bytes: Bytes = openai::edit::set_model(body, &served)?.into();
-        Some(RewrittenBody { bytes, served, requested: asked })
+        Some(RewrittenBody {
+            bytes,
+            served,
+            requested: asked,
+        })
     }
 }
 
 impl From<&RewritesConfig> for Rewrites {
     fn from(config: &RewritesConfig) -> Self {
-        Self { rules: config.rules.iter().map(|rule| PoolRule { pool: None, rule: rule.clone() }).collect() }
+        Self {
+            rules: config
+                .rules
+                .iter()
+                .map(|rule| PoolRule {
+                    pool: None,
+                    rule: rule.clone(),
+                })
+                .collect(),
+        }
     }
 }
 
 impl Rewrites {
     /// Rules of pools, in their order. A request that is for no pool may meet the rules of all.
     pub fn of_pools(rules: impl IntoIterator<Item = (Arc<str>, RewriteRule)>) -> Self {
-        Self { rules: rules.into_iter().map(|(pool, rule)| PoolRule { pool: Some(pool), rule }).collect() }
+        Self {
+            rules: rules
+                .into_iter()
+                .map(|(pool, rule)| PoolRule {
+                    pool: Some(pool),
+                    rule,
+                })
+                .collect(),
+        }
     }
 
     /// The model a request is sent to in place of the one it asks for; `None`: it stays as it is. `later` are further rules,
     /// which come after these, and `random` is from 0 up to but without 1.
-    pub fn choose<'a>(&'a self, later: &'a Self, asked: AskedModel<'a>, random: f64) -> Option<&'a str> {
+    pub fn choose<'a>(
+        &'a self,
+        later: &'a Self,
+        asked: AskedModel<'a>,
+        random: f64,
+    ) -> Option<&'a str> {
         let header = asked.header.map(str::trim).filter(|name| !name.is_empty());
         let chosen = header.or_else(|| self.rule(later, asked)?.target(random))?;
         (Some(chosen) != asked.name).then_some(chosen)
@@ -141,16 +182,34 @@ impl Rewrites {
             (Some(pool), Some(asked)) => **pool == *asked,
             _ => true,
         };
-        let rules = || self.rules.iter().chain(&later.rules).filter(is_for).map(|rule| &rule.rule);
-        let names = |rule: &&RewriteRule| asked.name.is_some_and(|name| rule.models.iter().any(|m| m.as_str() == name));
-        rules().find(names).or_else(|| rules().find(|rule| rule.models.is_empty()))
+        let rules = || {
+            self.rules
+                .iter()
+                .chain(&later.rules)
+                .filter(is_for)
+                .map(|rule| &rule.rule)
+        };
+        let names = |rule: &&RewriteRule| {
+            asked
+                .name
+                .is_some_and(|name| rule.models.iter().any(|m| m.as_str() == name))
+        };
+        rules()
+            .find(names)
+            .or_else(|| rules().find(|rule| rule.models.is_empty()))
     }
 }
 
 impl RewriteRule {
     fn target(&self, random: f64) -> Option<&str> {
         let equal = self.to.iter().all(|target| target.weight.unwrap_or(0) == 0);
-        let weight = |target: &RewriteTarget| if equal { 1 } else { u64::from(target.weight.unwrap_or(0)) };
+        let weight = |target: &RewriteTarget| {
+            if equal {
+                1
+            } else {
+                u64::from(target.weight.unwrap_or(0))
+            }
+        };
         let total: u64 = self.to.iter().map(weight).sum();
         let mut left = random * total as f64;
         let mut chosen = None;
@@ -166,26 +225,52 @@ impl RewriteRule {
 
     fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        let given = self.to.iter().filter(|target| target.weight.is_some()).count();
+        let given = self
+            .to
+            .iter()
+            .filter(|target| target.weight.is_some())
+            .count();
         if self.to.is_empty() {
-            problems.push(Problem::of("to", "the list is empty; name at least one model"));
+            problems.push(Problem::of(
+                "to",
+                "the list is empty; name at least one model",
+            ));
         } else if given == self.to.len() && self.to.iter().all(|target| target.weight == Some(0)) {
-            let text = "all weights are 0, so no model could be chosen; leave them out for equal shares";
+            let text =
+                "all weights are 0, so no model could be chosen; leave them out for equal shares";
             problems.push(Problem::of("to", text));
         }
         if given > 0 && given < self.to.len() {
-            let lacking = self.to.iter().enumerate().filter(|(_, target)| target.weight.is_none());
+            let lacking = self
+                .to
+                .iter()
+                .enumerate()
+                .filter(|(_, target)| target.weight.is_none());
             problems.extend(lacking.map(|(at, target)| {
-                let text = format!("`{}` has no `weight` and others have; give one to all or to none", target.model);
+                let text = format!(
+                    "`{}` has no `weight` and others have; give one to all or to none",
+                    target.model
+                );
                 Problem::at([Step::from("to"), at.into()], text)
             }));
         }
-        let names = self.models.iter().enumerate().map(|(at, name)| ([Step::from("models"), at.into()], name));
+        let names = self
+            .models
+            .iter()
+            .enumerate()
+            .map(|(at, name)| ([Step::from("models"), at.into()], name));
         let empty = names.filter(|(_, name)| name.as_str().is_empty());
-        problems.extend(empty.map(|(place, _)| Problem::at(place, "the name is empty; leave it out")));
-        let targets = self.to.iter().enumerate().filter(|(_, target)| target.model.as_str().is_empty());
+        problems
+            .extend(empty.map(|(place, _)| Problem::at(place, "the name is empty; leave it out")));
+        let targets = self
+            .to
+            .iter()
+            .enumerate()
+            .filter(|(_, target)| target.model.as_str().is_empty());
         let place = |at: usize| [Step::from("to"), at.into(), "model".into()];
-        problems.extend(targets.map(|(at, _)| Problem::at(place(at), "the name is empty; give a model's")));
+        problems.extend(
+            targets.map(|(at, _)| Problem::at(place(at), "the name is empty; give a model's")),
+        );
         problems
     }
 }
@@ -194,32 +279,61 @@ impl RewritesConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        for (at, name) in self.headers.iter().enumerate().filter(|(_, name)| !is_header_name(name)) {
-            let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
+        for (at, name) in self
+            .headers
+            .iter()
+            .enumerate()
+            .filter(|(_, name)| !is_header_name(name))
+        {
+            let text = format!(
+                "`{name}` cannot be the name of a header; write letters, digits and hyphens"
+            );
             problems.push(Problem::at([Step::from("headers"), at.into()], text));
         }
         let mut named = HashSet::new();
         let mut for_all = false;
         for (at, rule) in self.rules.iter().enumerate() {
             let place = [Step::from("rules"), at.into()];
-            let new = rule.models.iter().filter(|model| named.insert(*model)).count();
-            let reached = if rule.models.is_empty() { !std::mem::replace(&mut for_all, true) } else { new > 0 };
+            let new = rule
+                .models
+                .iter()
+                .filter(|model| named.insert(*model))
+                .count();
+            let reached = if rule.models.is_empty() {
+                !std::mem::replace(&mut for_all, true)
+            } else {
+                new > 0
+            };
             if !reached {
                 let text = "an earlier rule takes all that this one is for, so it is never reached; leave one out";
                 problems.push(Problem::at(place, text));
             }
-            problems.extend(rule.problems().into_iter().map(|problem| problem.within(at).within("rules")));
+            problems.extend(
+                rule.problems()
+                    .into_iter()
+                    .map(|problem| problem.within(at).within("rules")),
+            );
         }
         problems
     }
 
     /// Every target with its place.
     pub fn targets(&self) -> impl Iterator<Item = ([Step; 5], &ModelName)> {
-        let place =
-            |rule: usize, target: usize| [Step::from("rules"), rule.into(), "to".into(), target.into(), "model".into()];
+        let place = |rule: usize, target: usize| {
+            [
+                Step::from("rules"),
+                rule.into(),
+                "to".into(),
+                target.into(),
+                "model".into(),
+            ]
+        };
         let rules = self.rules.iter().enumerate();
         rules.flat_map(move |(nth, rule)| {
-            rule.to.iter().enumerate().map(move |(at, target)| (place(nth, at), &target.model))
+            rule.to
+                .iter()
+                .enumerate()
+                .map(move |(at, target)| (place(nth, at), &target.model))
         })
     }
 }

@@ -33,11 +33,18 @@ impl Intake {
         encoded: &mut Encoded,
         clock: &mut Stopwatch,
     ) -> Result<TokenizedPrompts, Reason> {
-        if let Some(mut tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
+        if let Some(mut tokens) = encoded
+            .extension
+            .as_mut()
+            .and_then(|extension| extension.token_data.take())
+        {
             let most = self.most_tokens(named);
             let stopped = (tokens.len() > most).then_some(Reason::PromptTooLong);
             tokens.truncate(most);
-            return Ok(TokenizedPrompts { prompts: vec![tokens.into()], stopped });
+            return Ok(TokenizedPrompts {
+                prompts: vec![tokens.into()],
+                stopped,
+            });
         }
         if request.prompt == openai::Prompt::TooMany {
             return Err(Reason::TooManyPrompts);
@@ -50,11 +57,19 @@ impl Intake {
         encoded.times.push(("render", clock.lap()));
         let is_over = clock.deadline();
         let budget = TokenBudget::new(self.most_tokens(named), &is_over);
-        let bounded = encoder.tokenize_within(&rendered, salt.cache.as_deref(), &budget).map_err(reason)?;
+        let bounded = encoder
+            .tokenize_within(&rendered, salt.cache.as_deref(), &budget)
+            .map_err(reason)?;
         encoded.times.push(("tokenize", clock.lap()));
         encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
-        let stopped = bounded.iter().find_map(|prompt| prompt.stopped).map(degradation);
-        Ok(TokenizedPrompts { prompts: bounded.into_iter().map(|prompt| prompt.tokens).collect(), stopped })
+        let stopped = bounded
+            .iter()
+            .find_map(|prompt| prompt.stopped)
+            .map(degradation);
+        Ok(TokenizedPrompts {
+            prompts: bounded.into_iter().map(|prompt| prompt.tokens).collect(),
+            stopped,
+        })
     }
 }
 
@@ -86,7 +101,10 @@ pub(super) struct Stopwatch {
 
 impl Stopwatch {
     pub(super) fn start(until: Option<Instant>) -> Self {
-        Self { lap: Instant::now(), until }
+        Self {
+            lap: Instant::now(),
+            until,
+        }
     }
 
     pub(super) fn lap(&mut self) -> Duration {

@@ -63,7 +63,12 @@ impl Wishes {
             constraints: Constraints {
                 pin: named.pin(Role::Decode),
                 allowed: allowed(headers, body),
-                required_taints: body.routing_constraints.required_taints.iter().cloned().collect(),
+                required_taints: body
+                    .routing_constraints
+                    .required_taints
+                    .iter()
+                    .cloned()
+                    .collect(),
                 preferred_taints: finite(&body.routing_constraints.preferred_taints),
                 ..Constraints::default()
             },
@@ -71,7 +76,10 @@ impl Wishes {
             overrides: overrides(headers, body),
             expected_output_tokens: body.agent_hints.osl,
             priority: Priority {
-                strict: header(headers, STRICT_PRIORITY).or(body.agent_hints.strict_priority).unwrap_or(0_u32).into(),
+                strict: header(headers, STRICT_PRIORITY)
+                    .or(body.agent_hints.strict_priority)
+                    .unwrap_or(0_u32)
+                    .into(),
                 jump: jump.filter(|jump| jump.is_finite()).unwrap_or(0.0).max(0.0),
                 class: present(headers, CLASS).map(Cow::into_owned),
             },
@@ -81,22 +89,35 @@ impl Wishes {
 }
 
 fn finite(weights: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
-    weights.iter().filter(|(_, weight)| weight.is_finite()).map(|(taint, weight)| (taint.clone(), *weight)).collect()
+    weights
+        .iter()
+        .filter(|(_, weight)| weight.is_finite())
+        .map(|(taint, weight)| (taint.clone(), *weight))
+        .collect()
 }
 
 /// The workers that may be chosen. A list with an invalid id is ignored.
 fn allowed(headers: Headers<'_>, body: &Extension) -> Option<BTreeSet<WorkerId>> {
     let Some(list) = headers(ALLOWED_WORKERS) else {
-        return body.allowed_worker_ids.as_ref().map(|ids| ids.iter().copied().map(WorkerId).collect());
+        return body
+            .allowed_worker_ids
+            .as_ref()
+            .map(|ids| ids.iter().copied().map(WorkerId).collect());
     };
-    list.split(',').map(|id| id.trim().parse().ok().map(WorkerId)).collect()
+    list.split(',')
+        .map(|id| id.trim().parse().ok().map(WorkerId))
+        .collect()
 }
 
 fn overrides(headers: Headers<'_>, body: &Extension) -> Overrides {
-    let of_header = headers(OVERRIDES).and_then(|text| serde_json::from_str::<Overrides>(&text).ok());
+    let of_header =
+        headers(OVERRIDES).and_then(|text| serde_json::from_str::<Overrides>(&text).ok());
     let of_body = || serde_json::from_value(body.router_config_override.clone()?).ok();
     let valid = |overrides: &Overrides| overrides.validate().is_ok();
-    of_header.filter(valid).or_else(|| of_body().filter(valid)).unwrap_or_default()
+    of_header
+        .filter(valid)
+        .or_else(|| of_body().filter(valid))
+        .unwrap_or_default()
 }
 
 /// The first of the names that is there at all.
@@ -114,14 +135,23 @@ mod tests {
 
     fn read(headers: &[(&str, &str)], nvext: &str) -> Wishes {
         let body = format!(r#"{{"model":"m","prompt":"x","nvext":{nvext}}}"#);
-        let request = crate::openai::parse(crate::openai::Api::Completions, body.as_bytes()).unwrap();
-        let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| Cow::Borrowed(*value));
+        let request =
+            crate::openai::parse(crate::openai::Api::Completions, body.as_bytes()).unwrap();
+        let find = |name: &str| {
+            headers
+                .iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| Cow::Borrowed(*value))
+        };
         let extension = request.extension.as_deref().map(Extension::read);
         Wishes::read(&find, extension.as_ref())
     }
 
     fn pinned(worker: u64, rank: Option<u32>) -> Option<Pin> {
-        Some(Pin { worker: WorkerId(worker), rank: rank.map(DpRank) })
+        Some(Pin {
+            worker: WorkerId(worker),
+            rank: rank.map(DpRank),
+        })
     }
 
     #[test]
@@ -129,15 +159,30 @@ mod tests {
         type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, Option<Pin>, Option<Pin>);
         let cases: [Case<'_>; 9] = [
             (&[], "{}", None, None),
-            (&[], r#"{"backend_instance_id":7,"dp_rank":1}"#, pinned(7, Some(1)), pinned(7, Some(1))),
-            (&[], r#"{"backend_instance_id":"7","dp_rank":1}"#, pinned(7, Some(1)), pinned(7, Some(1))),
+            (
+                &[],
+                r#"{"backend_instance_id":7,"dp_rank":1}"#,
+                pinned(7, Some(1)),
+                pinned(7, Some(1)),
+            ),
+            (
+                &[],
+                r#"{"backend_instance_id":"7","dp_rank":1}"#,
+                pinned(7, Some(1)),
+                pinned(7, Some(1)),
+            ),
             (
                 &[],
                 r#"{"decode_worker_id":8,"prefill_worker_id":9,"dp_rank":1,"prefill_dp_rank":2}"#,
                 pinned(8, Some(1)),
                 pinned(9, Some(2)),
             ),
-            (&[("x-worker-instance-id", "3")], r#"{"decode_worker_id":8}"#, pinned(3, None), None),
+            (
+                &[("x-worker-instance-id", "3")],
+                r#"{"decode_worker_id":8}"#,
+                pinned(3, None),
+                None,
+            ),
             (
                 &[("x-prefill-instance-id", "4"), ("x-dp-rank", "4294967295")],
                 r#"{"decode_worker_id":8}"#,
@@ -145,13 +190,35 @@ mod tests {
                 pinned(4, None),
             ),
             // A canonical header hides the older one even where it cannot be read.
-            (&[("x-dynamo-worker-instance-id", "abc"), ("x-worker-instance-id", "3")], "{}", None, None),
-            (&[("x-worker-instance-id", "18446744073709551615")], "{}", pinned(u64::MAX, None), None),
-            (&[("x-worker-instance-id", "-1")], r#"{"decode_worker_id":8}"#, pinned(8, None), None),
+            (
+                &[
+                    ("x-dynamo-worker-instance-id", "abc"),
+                    ("x-worker-instance-id", "3"),
+                ],
+                "{}",
+                None,
+                None,
+            ),
+            (
+                &[("x-worker-instance-id", "18446744073709551615")],
+                "{}",
+                pinned(u64::MAX, None),
+                None,
+            ),
+            (
+                &[("x-worker-instance-id", "-1")],
+                r#"{"decode_worker_id":8}"#,
+                pinned(8, None),
+                None,
+            ),
         ];
         for (headers, nvext, decode, prefill) in cases {
             let wishes = read(headers, nvext);
-            assert_eq!((wishes.constraints.pin, wishes.prefill_pin), (decode, prefill), "{headers:?} {nvext}");
+            assert_eq!(
+                (wishes.constraints.pin, wishes.prefill_pin),
+                (decode, prefill),
+                "{headers:?} {nvext}"
+            );
         }
     }
 
@@ -163,7 +230,14 @@ mod tests {
                 "routing_constraints":{"required_taints":["a"],"preferred_taints":{"b":0.5}},
                 "annotations":["query_instance_id:decode"],"router_config_override":{"router_temperature":0.5}}"#,
         );
-        assert_eq!(wishes.priority, Priority { strict: 2, jump: 5.0, class: None });
+        assert_eq!(
+            wishes.priority,
+            Priority {
+                strict: 2,
+                jump: 5.0,
+                class: None
+            }
+        );
         assert_eq!(wishes.expected_output_tokens, Some(64));
         assert!(wishes.constraints.required_taints.contains("a"));
         assert_eq!(wishes.constraints.preferred_taints["b"], 0.5);
@@ -175,25 +249,43 @@ mod tests {
     fn allow_list_of_header_precedes_nvext() {
         let ids = |ids: &[u64]| Some(ids.iter().copied().map(WorkerId).collect());
         let nvext = r#"{"allowed_worker_ids":[3,18446744073709551615]}"#;
-        type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, Option<BTreeSet<WorkerId>>);
+        type Case<'a> = (
+            &'a [(&'a str, &'a str)],
+            &'a str,
+            Option<BTreeSet<WorkerId>>,
+        );
         let cases: [Case<'_>; 6] = [
             (&[], "{}", None),
             (&[], nvext, ids(&[3, u64::MAX])),
             (&[], r#"{"allowed_worker_ids":[]}"#, ids(&[])),
-            (&[("x-warmroute-allowed-workers", "1, 2")], nvext, ids(&[1, 2])),
+            (
+                &[("x-warmroute-allowed-workers", "1, 2")],
+                nvext,
+                ids(&[1, 2]),
+            ),
             (&[("x-warmroute-allowed-workers", "1,x")], nvext, None),
             (&[], r#"{"allowed_worker_ids":"x"}"#, None),
         ];
         for (headers, nvext, expected) in cases {
-            assert_eq!(read(headers, nvext).constraints.allowed, expected, "{headers:?} {nvext}");
+            assert_eq!(
+                read(headers, nvext).constraints.allowed,
+                expected,
+                "{headers:?} {nvext}"
+            );
         }
     }
 
     #[test]
     fn weights_out_of_range_are_as_if_they_were_not_there() {
-        let wishes = read(&[("x-warmroute-override", r#"{"overlap_score_credit":-1}"#)], "{}");
+        let wishes = read(
+            &[("x-warmroute-override", r#"{"overlap_score_credit":-1}"#)],
+            "{}",
+        );
         assert_eq!(wishes.overrides, Overrides::default());
-        let wishes = read(&[("x-warmroute-override", r#"{"overlap_score_credit":2}"#)], "{}");
+        let wishes = read(
+            &[("x-warmroute-override", r#"{"overlap_score_credit":2}"#)],
+            "{}",
+        );
         assert_eq!(wishes.overrides.overlap_score_credit, Some(2.0));
     }
 }

@@ -121,7 +121,12 @@ impl Normalizer {
     /// A normalizer that has learned nothing yet.
     pub fn new(block_size: BlockSize, media: MediaTokens) -> Self {
         let reblocker = Reblocker::new(block_size, media);
-        Self { block_size, groups: Groups::default(), salts: Arc::default(), reblocker }
+        Self {
+            block_size,
+            groups: Groups::default(),
+            salts: Arc::default(),
+            reblocker,
+        }
     }
 
     /// The same with a memory of salts that others see.
@@ -141,7 +146,10 @@ impl Normalizer {
     /// What later events lean on beside the salts, if another one could go on with that. Parts of blocks are remembered here
     /// and nowhere else.
     pub fn taught(&self) -> Option<Taught> {
-        let mut taught = Taught { sizes: self.reblocker.sizes()?, ..Taught::default() };
+        let mut taught = Taught {
+            sizes: self.reblocker.sizes()?,
+            ..Taught::default()
+        };
         self.groups.teach(&mut taught);
         Some(taught)
     }
@@ -200,15 +208,21 @@ impl Normalizer {
                     self.salts.lock().removed(hashes, tier);
                     Ok(regrouped(self.reblocker.removed(hashes, tier)))
                 }
-                Admission::Group(reason, group) => {
-                    Ok(Converted::Group(reason, KvEvent::GroupRemoved { group, blocks: hashes.clone() }))
-                }
+                Admission::Group(reason, group) => Ok(Converted::Group(
+                    reason,
+                    KvEvent::GroupRemoved {
+                        group,
+                        blocks: hashes.clone(),
+                    },
+                )),
             },
             Event::Stored(stored) => {
                 self.teach(stored)?;
                 match self.admission(&stored.origin)? {
                     Admission::Main(tier) => self.stored(stored, tier),
-                    Admission::Group(reason, group) => Ok(self.stored_in_group(stored, reason, group)),
+                    Admission::Group(reason, group) => {
+                        Ok(self.stored_in_group(stored, reason, group))
+                    }
                 }
             }
         }
@@ -232,7 +246,9 @@ impl Normalizer {
             return Ok(Admission::Main(tier));
         }
         let reason = match (origin.kind, origin.group) {
-            (Some(Kind::Main), Some(group)) if self.groups.is_further(group) => Filtered::FurtherMainGroup,
+            (Some(Kind::Main), Some(group)) if self.groups.is_further(group) => {
+                Filtered::FurtherMainGroup
+            }
             (Some(Kind::Main), _) | (None, None) => return Ok(Admission::Main(tier)),
             (Some(Kind::Partial(_)), _) => Filtered::NonMainKind,
             (Some(Kind::Unknown), _) => Filtered::UnknownKind,
@@ -257,7 +273,14 @@ impl Normalizer {
             Some(stride) => (reason, self.groups.need(group, engine, stride)),
             None => (Filtered::GroupBlockSize { engine }, GroupNeed::Unknown),
         };
-        Converted::Group(reason, KvEvent::GroupStored { group, need, blocks: stored.hashes.clone() })
+        Converted::Group(
+            reason,
+            KvEvent::GroupStored {
+                group,
+                need,
+                blocks: stored.hashes.clone(),
+            },
+        )
     }
 
     fn stored(&mut self, stored: &Stored, tier: Tier) -> Result<Converted, Filtered> {
@@ -268,18 +291,27 @@ impl Normalizer {
         let (salt, is_known) = self.salt(stored)?;
         if repeats(stored) {
             // A run that meets itself has no place in a prefix tree.
-            return Ok(Converted::Event(KvEvent::Removed { blocks: Vec::new(), tier }));
+            return Ok(Converted::Event(KvEvent::Removed {
+                blocks: Vec::new(),
+                tier,
+            }));
         }
         let engine = BlockSize::new(stored.block_size);
         let fit = engine.and_then(|engine| self.reblocker.fit(engine, tier));
         if fit.is_none() && tier == Tier::Device && self.is_resized(stored) {
             self.emptied();
-            let anew = self.stored(stored, tier).unwrap_or_else(Converted::Filtered);
+            let anew = self
+                .stored(stored, tier)
+                .unwrap_or_else(Converted::Filtered);
             return Ok(Converted::Resized(Box::new(anew)));
         }
-        let fit = fit.ok_or(Filtered::BlockSize { engine: stored.block_size })?;
+        let fit = fit.ok_or(Filtered::BlockSize {
+            engine: stored.block_size,
+        })?;
         if is_known {
-            self.salts.lock().stored(&stored.hashes, tier, salt.cache.as_deref());
+            self.salts
+                .lock()
+                .stored(&stored.hashes, tier, salt.cache.as_deref());
         }
         let run = Run {
             parent: stored.parent,
@@ -308,7 +340,10 @@ impl Normalizer {
     /// Of what follows an unknown parent it is not, and to enter it would make it ambiguous when it is told again.
     fn salt(&self, stored: &Stored) -> Result<(Salt, bool), Filtered> {
         let lora = stored.lora.clone().filter(|name| !name.is_empty());
-        let named = stored.cache_salt.as_deref().or_else(|| salt_in_keys(stored));
+        let named = stored
+            .cache_salt
+            .as_deref()
+            .or_else(|| salt_in_keys(stored));
         let salts = self.salts.lock();
         let (cache, is_known) = match (named, stored.parent) {
             (Some(""), _) | (None, None) => (None, true),
@@ -316,14 +351,29 @@ impl Normalizer {
             (None, Some(parent)) => {
                 let of_parent = salts.of(parent).map_err(|_| Filtered::AmbiguousSalt)?;
                 let own = || stored.hashes.first().and_then(|first| salts.own(*first));
-                if salts.knows(parent) { (of_parent, true) } else { (own(), own().is_some()) }
+                if salts.knows(parent) {
+                    (of_parent, true)
+                } else {
+                    (own(), own().is_some())
+                }
             }
         };
-        Ok((Salt { lora, cache: cache.map(str::to_owned) }, is_known))
+        Ok((
+            Salt {
+                lora,
+                cache: cache.map(str::to_owned),
+            },
+            is_known,
+        ))
     }
 }
 
-fn regrouped(Regrouped { mut events, outcome }: Regrouped) -> Converted {
+fn regrouped(
+    Regrouped {
+        mut events,
+        outcome,
+    }: Regrouped,
+) -> Converted {
     match events.pop() {
         Some(only) if events.is_empty() && outcome == Outcome::Ok => Converted::Event(only),
         last => Converted::Regrouped(events.into_iter().chain(last).collect(), outcome),
@@ -356,7 +406,11 @@ fn is_below_host(tier: Tier) -> bool {
 
 /// Whether the blocks of a store are those that its tokens fill.
 fn pairs_up(stored: &Stored) -> bool {
-    let tokens = stored.tokens.ids.len().saturating_sub(usize::from(stored.tokens.bigrams));
+    let tokens = stored
+        .tokens
+        .ids
+        .len()
+        .saturating_sub(usize::from(stored.tokens.bigrams));
     tokens < (stored.hashes.len() + 1) * stored.block_size as usize
 }
 
@@ -380,12 +434,15 @@ fn salt_in_keys(stored: &Stored) -> Option<&str> {
         _ => None,
     });
     let texts: Vec<&str> = match &stored.lora {
-        Some(lora) if matches!(keys.first(), Some(ExtraKey::Text(first)) if first == lora) => texts.skip(1).collect(),
+        Some(lora) if matches!(keys.first(), Some(ExtraKey::Text(first)) if first == lora) => {
+            texts.skip(1).collect()
+        }
         _ => texts.collect(),
     };
     let marked = texts.iter().find_map(|text| text.strip_prefix(SALT_MARK));
-    let is_bare =
-        |text: &&&str| media::marker(text).is_none() && (stored.keys_are_pairs || media::digest(text).is_none());
+    let is_bare = |text: &&&str| {
+        media::marker(text).is_none() && (stored.keys_are_pairs || media::digest(text).is_none())
+    };
     match stored.parent {
         _ if marked.is_some() => marked,
         None => texts.iter().find(is_bare).copied(),
@@ -403,9 +460,16 @@ fn media_of(stored: &Stored) -> Vec<Vec<u64>> {
         ExtraKey::Media(id) => media::marker(id).or_else(|| media::identifier_hash(id)),
         ExtraKey::Other => None,
     };
-    let objects: Vec<Vec<u64>> =
-        stored.extra_keys.iter().map(|keys| keys.iter().filter_map(of_key).collect()).collect();
-    if objects.iter().all(Vec::is_empty) { Vec::new() } else { objects }
+    let objects: Vec<Vec<u64>> = stored
+        .extra_keys
+        .iter()
+        .map(|keys| keys.iter().filter_map(of_key).collect())
+        .collect();
+    if objects.iter().all(Vec::is_empty) {
+        Vec::new()
+    } else {
+        objects
+    }
 }
 
 #[cfg(test)]

@@ -30,7 +30,13 @@ pub(super) struct Dealer {
 
 impl Dealer {
     pub(super) fn new(endpoint: &str, config: SocketConfig) -> Self {
-        Self { endpoint: endpoint.to_owned(), config, paused_until: None, pause: PAUSE, talk: None }
+        Self {
+            endpoint: endpoint.to_owned(),
+            config,
+            paused_until: None,
+            pause: PAUSE,
+            talk: None,
+        }
     }
 
     fn leave_alone(&mut self) {
@@ -41,7 +47,9 @@ impl Dealer {
 
 impl Repeater for Dealer {
     async fn ask(&mut self, from: u64) {
-        let paused = self.paused_until.is_some_and(|until| Instant::now() < until);
+        let paused = self
+            .paused_until
+            .is_some_and(|until| Instant::now() < until);
         if paused {
             return self.talk = None;
         }
@@ -83,13 +91,20 @@ impl Talk {
     async fn open(endpoint: &str, config: SocketConfig, from: u64) -> Result<Self, ZmtpError> {
         let endpoint: ZmtpEndpoint = endpoint.parse()?;
         let mut socket = DealerSocket::connect(&endpoint, config).await?;
-        socket.send(&[Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())]).await?;
-        Ok(Self { socket, deadline: Instant::now() + CONVERSATION })
+        socket
+            .send(&[Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())])
+            .await?;
+        Ok(Self {
+            socket,
+            deadline: Instant::now() + CONVERSATION,
+        })
     }
 
     async fn next(&mut self) -> Reply {
         let deadline = self.deadline.min(Instant::now() + SILENCE);
-        timeout_at(deadline, self.receive()).await.unwrap_or(Reply::Silence)
+        timeout_at(deadline, self.receive())
+            .await
+            .unwrap_or(Reply::Silence)
     }
 
     async fn receive(&mut self) -> Reply {
@@ -113,7 +128,9 @@ impl Talk {
 /// Reads one reply. Number and payload come last in every form: `[empty, seq, payload]` and
 /// `[empty, topic, seq, payload]`. The end is an empty payload, or the number -1. `None` is skipped.
 fn reply(frames: &[Bytes]) -> Option<Reply> {
-    let [.., seq, payload] = frames else { return None };
+    let [.., seq, payload] = frames else {
+        return None;
+    };
     if payload.is_empty() {
         return Some(Reply::End);
     }
@@ -132,7 +149,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let mut engine = Dealer::new(&format!("ipc://{}", file.join("beneath").display()), SocketConfig::default());
+        let mut engine = Dealer::new(
+            &format!("ipc://{}", file.join("beneath").display()),
+            SocketConfig::default(),
+        );
         engine.ask(0).await;
         assert_eq!(engine.next().await, Reply::Silence);
         let until = engine.paused_until.expect("it costs time to try");
@@ -142,12 +162,21 @@ mod tests {
         engine.paused_until = Some(Instant::now());
         engine.ask(0).await;
         assert!(engine.paused_until > Some(until), "tried again");
-        assert_eq!(engine.pause, PAUSE * 4, "and left alone for longer each time");
+        assert_eq!(
+            engine.pause,
+            PAUSE * 4,
+            "and left alone for longer each time"
+        );
     }
 
     #[test]
     fn replies_are_read_in_all_their_forms() {
-        let frames = |frames: &[&[u8]]| frames.iter().map(|frame| Bytes::copy_from_slice(frame)).collect::<Vec<_>>();
+        let frames = |frames: &[&[u8]]| {
+            frames
+                .iter()
+                .map(|frame| Bytes::copy_from_slice(frame))
+                .collect::<Vec<_>>()
+        };
         let seven = 7u64.to_be_bytes();
         let minus_one = (-1i64).to_be_bytes();
         let batch = || Some(Reply::Batch(7, Bytes::from_static(b"x")));

@@ -63,11 +63,20 @@ struct Complaints {
 }
 
 impl Feed {
-    pub(super) fn new(spec: &SourceSpec, sink: RankSink, metrics: Arc<Metrics>, witness: Witness) -> Self {
+    pub(super) fn new(
+        spec: &SourceSpec,
+        sink: RankSink,
+        metrics: Arc<Metrics>,
+        witness: Witness,
+    ) -> Self {
         let from = sink.position.lock().clone();
-        let anew = Normalizer::new(spec.block_size, spec.media).salted(sink.position.salts().clone());
+        let anew =
+            Normalizer::new(spec.block_size, spec.media).salted(sink.position.salts().clone());
         let (sequencer, normalizer) = match &from {
-            Some(from) => (Sequencer::resumed(from.seq, Digest(from.digest)), anew.resumed(&from.taught)),
+            Some(from) => (
+                Sequencer::resumed(from.seq, Digest(from.digest)),
+                anew.resumed(&from.taught),
+            ),
             None => (Sequencer::default(), anew),
         };
         Self {
@@ -130,7 +139,10 @@ impl Feed {
             _ if reached > gap.from => "partly_replayed",
             _ => "lost",
         };
-        self.metrics.kv_event_gaps.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .kv_event_gaps
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
         match self.sequencer.place(gap.to) {
             Live::Stale | Live::Restart => self.count("stale"),
             Live::Apply => {
@@ -162,7 +174,9 @@ impl Feed {
                 }
                 self.sequencer.advance(seq, digest);
             }
-            Repeated::Restart => self.restarted("it repeated another batch under the number last applied"),
+            Repeated::Restart => {
+                self.restarted("it repeated another batch under the number last applied")
+            }
             Repeated::Known | Repeated::Hole { .. } => {}
         }
         verdict
@@ -271,9 +285,15 @@ impl Feed {
 
     fn too_large(&mut self, limit: &'static str) {
         self.count("too_large");
-        self.metrics.kv_event_batches_too_large.get_or_create(&ReasonLabel { reason: limit }).inc();
+        self.metrics
+            .kv_event_batches_too_large
+            .get_or_create(&ReasonLabel { reason: limit })
+            .inc();
         self.witness.note(Source::undecodable);
-        let is_due = self.complaints.too_large.is_none_or(|at| at.elapsed() >= TOO_LARGE_LOG);
+        let is_due = self
+            .complaints
+            .too_large
+            .is_none_or(|at| at.elapsed() >= TOO_LARGE_LOG);
         if is_due {
             self.complaints.too_large = Some(Instant::now());
             tracing::warn!(rank = %self.rank, limit, "KV event batch exceeds a limit and is lost");
@@ -307,7 +327,9 @@ impl Feed {
     /// number and its being heard say nothing of this rank.
     fn is_foreign(&mut self, batch: &Result<Batch, WireError>) -> bool {
         let named = batch.as_ref().ok().and_then(|batch| batch.rank);
-        let Some(named) = named.filter(|&named| named != self.rank.rank.0) else { return false };
+        let Some(named) = named.filter(|&named| named != self.rank.rank.0) else {
+            return false;
+        };
         self.count("other_rank");
         self.witness.note(|source| source.named(false));
         if !std::mem::replace(&mut self.complaints.other_rank, true) {
@@ -363,7 +385,10 @@ impl Feed {
     /// Tells the index what became of an event.
     fn told(&mut self, event: &Event, converted: Converted) -> EventLabels {
         match converted {
-            Converted::Event(event) => EventLabels { kind: event.kind(), outcome: self.tell(&event).as_str() },
+            Converted::Event(event) => EventLabels {
+                kind: event.kind(),
+                outcome: self.tell(&event).as_str(),
+            },
             Converted::Regrouped(events, outcome) => {
                 let told: Vec<_> = events.iter().map(|event| self.tell(event)).collect();
                 let failed = told.into_iter().find(|outcome| !is_fine(*outcome));
@@ -371,7 +396,10 @@ impl Feed {
                 if outcome == Outcome::ParentNotFound {
                     self.tell_unfounded(event);
                 }
-                EventLabels { kind: kind(event), outcome: failed.unwrap_or(outcome).as_str() }
+                EventLabels {
+                    kind: kind(event),
+                    outcome: failed.unwrap_or(outcome).as_str(),
+                }
             }
             Converted::Group(reason, share) => {
                 self.complain(reason);
@@ -379,11 +407,17 @@ impl Feed {
                     Outcome::TooManyGroups => Outcome::TooManyGroups.as_str(),
                     _ => reason.label(),
                 };
-                EventLabels { kind: kind(event), outcome }
+                EventLabels {
+                    kind: kind(event),
+                    outcome,
+                }
             }
             Converted::Filtered(reason) => {
                 self.complain(reason);
-                EventLabels { kind: kind(event), outcome: reason.label() }
+                EventLabels {
+                    kind: kind(event),
+                    outcome: reason.label(),
+                }
             }
             Converted::Resized(anew) => {
                 self.resized();
@@ -398,7 +432,11 @@ impl Feed {
         if let Event::Stored(stored) = event
             && stored.origin.medium == Medium::Tier(Tier::Device)
         {
-            self.tell(&KvEvent::Stored { parent: stored.parent, blocks: Vec::new(), tier: Tier::Device });
+            self.tell(&KvEvent::Stored {
+                parent: stored.parent,
+                blocks: Vec::new(),
+                tier: Tier::Device,
+            });
         }
     }
 
@@ -421,7 +459,12 @@ impl Feed {
         };
         let engine = self.normalizer.engine_block_size();
         self.witness.note(|source| {
-            source.heard(Heard { at: Instant::now(), unix: unix_now(), written, number });
+            source.heard(Heard {
+                at: Instant::now(),
+                unix: unix_now(),
+                written,
+                number,
+            });
             if let Some(engine) = engine {
                 source.sized(engine);
             }
@@ -438,7 +481,8 @@ impl Feed {
                 match known {
                     None => {
                         let engine = BlockSize::new(engine);
-                        self.witness.note(|source| source.unusable(Because::BlockSizeMismatch, engine));
+                        self.witness
+                            .note(|source| source.unusable(Because::BlockSizeMismatch, engine));
                     }
                     // Only in a slower tier: on the device it would be another cache.
                     Some(_) => self.dropped = true,
@@ -458,7 +502,9 @@ impl Feed {
                     ),
                 }
             }
-            Filtered::GroupBlockSize { engine } if !std::mem::replace(&mut self.complaints.group_block_size, true) => {
+            Filtered::GroupBlockSize { engine }
+                if !std::mem::replace(&mut self.complaints.group_block_size, true) =>
+            {
                 tracing::warn!(
                     rank = %self.rank, engine, configured,
                     "a cache group's blocks are no multiple of the configured size, so it cannot be told what of this \
@@ -470,7 +516,10 @@ impl Feed {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics.kv_event_batches.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .kv_event_batches
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 }
 

@@ -36,7 +36,11 @@ impl Groups {
 
     /// What was learned, for whoever goes on in the place of this reader.
     pub(super) fn teach(&self, taught: &mut Taught) {
-        let told = self.known.iter().map(|(&id, &(kind, window))| TaughtGroup { id, kind: number(kind), window });
+        let told = self.known.iter().map(|(&id, &(kind, window))| TaughtGroup {
+            id,
+            kind: number(kind),
+            window,
+        });
         taught.groups = told.collect();
         taught.groups.sort_unstable_by_key(|group| group.id);
         taught.main_group = self.main;
@@ -44,8 +48,15 @@ impl Groups {
 
     /// The same as another reader has learned it.
     pub(super) fn taught(taught: &Taught) -> Self {
-        let known = taught.groups.iter().take(MOST).map(|group| (group.id, (kind(group.kind), group.window)));
-        Self { known: known.collect(), main: taught.main_group }
+        let known = taught
+            .groups
+            .iter()
+            .take(MOST)
+            .map(|group| (group.id, (kind(group.kind), group.window)));
+        Self {
+            known: known.collect(),
+            main: taught.main_group,
+        }
     }
 
     pub(super) fn kind(&self, group: u32) -> Option<Kind> {
@@ -63,7 +74,10 @@ impl Groups {
         match self.known.get(&group) {
             Some((Kind::Partial(Part::Window), Some(window))) => {
                 // The token to be computed lies in the window itself.
-                GroupNeed::Last { blocks: window.saturating_sub(1).div_ceil(block_size), stride }
+                GroupNeed::Last {
+                    blocks: window.saturating_sub(1).div_ceil(block_size),
+                    stride,
+                }
             }
             Some((Kind::Partial(Part::State), _)) => GroupNeed::Last { blocks: 1, stride },
             _ => GroupNeed::whole(stride),
@@ -72,15 +86,26 @@ impl Groups {
 }
 
 /// Kinds with their numbers; a new one gets a new number.
-const KINDS: [Kind; 5] =
-    [Kind::Unknown, Kind::Main, Kind::Partial(Part::Window), Kind::Partial(Part::State), Kind::Partial(Part::Other)];
+const KINDS: [Kind; 5] = [
+    Kind::Unknown,
+    Kind::Main,
+    Kind::Partial(Part::Window),
+    Kind::Partial(Part::State),
+    Kind::Partial(Part::Other),
+];
 
 fn number(kind: Kind) -> u8 {
-    KINDS.iter().position(|known| *known == kind).unwrap_or_default() as u8
+    KINDS
+        .iter()
+        .position(|known| *known == kind)
+        .unwrap_or_default() as u8
 }
 
 fn kind(number: u8) -> Kind {
-    KINDS.get(usize::from(number)).copied().unwrap_or(Kind::Unknown)
+    KINDS
+        .get(usize::from(number))
+        .copied()
+        .unwrap_or(Kind::Unknown)
 }
 
 #[cfg(test)]
@@ -93,12 +118,22 @@ mod tests {
         let (window, stride) = (Kind::Partial(Part::Window), NonZeroU32::MIN);
         groups.learn(1, window, Some(33));
         groups.learn(1, window, None);
-        assert_eq!(groups.need(1, 16, stride), GroupNeed::Last { blocks: 2, stride });
+        assert_eq!(
+            groups.need(1, 16, stride),
+            GroupNeed::Last { blocks: 2, stride }
+        );
         groups.learn(1, window, Some(17));
-        assert_eq!(groups.need(1, 16, stride), GroupNeed::Last { blocks: 1, stride });
+        assert_eq!(
+            groups.need(1, 16, stride),
+            GroupNeed::Last { blocks: 1, stride }
+        );
         groups.learn(1, Kind::Main, None);
         groups.learn(1, window, None);
-        assert_eq!(groups.need(1, 16, stride), GroupNeed::whole(stride), "it was another group in between");
+        assert_eq!(
+            groups.need(1, 16, stride),
+            GroupNeed::whole(stride),
+            "it was another group in between"
+        );
         (0..1000).for_each(|group| groups.learn(group, window, None));
         assert_eq!(groups.known.len(), MOST);
     }

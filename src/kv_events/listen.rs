@@ -37,8 +37,15 @@ impl Ear {
     /// Connects to an engine, or binds for one, and subscribes to all topics. Fails after a few seconds at most. `max_message` limits the
     /// octets of a message.
     pub async fn open(endpoint: &str, attach: Attach, max_message: usize) -> Result<Self, String> {
-        let source = EventSource { endpoint: endpoint.to_owned(), topic: String::new(), attach, replay: None };
-        let socket = open(&source, socket_config(max_message)).await.map_err(|error| error.to_string())?;
+        let source = EventSource {
+            endpoint: endpoint.to_owned(),
+            topic: String::new(),
+            attach,
+            replay: None,
+        };
+        let socket = open(&source, socket_config(max_message))
+            .await
+            .map_err(|error| error.to_string())?;
         Ok(Self { socket })
     }
 
@@ -63,17 +70,33 @@ impl Ear {
                 SubEvent::Disconnected { .. } => return None,
                 SubEvent::Oversize(limit) => {
                     let error = format!("a message exceeds the {} limit", limit.as_str());
-                    return Some(Heard { topic: String::new(), seq: 0, batch: Err(error), at: SystemTime::now() });
+                    return Some(Heard {
+                        topic: String::new(),
+                        seq: 0,
+                        batch: Err(error),
+                        at: SystemTime::now(),
+                    });
                 }
                 SubEvent::Connected { .. } | SubEvent::Refused { .. } => continue,
             };
             let at = SystemTime::now();
-            let topic = frames.first().map(|topic| String::from_utf8_lossy(topic).into_owned()).unwrap_or_default();
+            let topic = frames
+                .first()
+                .map(|topic| String::from_utf8_lossy(topic).into_owned())
+                .unwrap_or_default();
             return Some(match live_batch(&frames) {
-                Ok((seq, payload)) => {
-                    Heard { topic, seq, batch: wire::decode(payload).map_err(|error| error.to_string()), at }
-                }
-                Err(problem) => Heard { topic, seq: 0, batch: Err(problem.to_owned()), at },
+                Ok((seq, payload)) => Heard {
+                    topic,
+                    seq,
+                    batch: wire::decode(payload).map_err(|error| error.to_string()),
+                    at,
+                },
+                Err(problem) => Heard {
+                    topic,
+                    seq: 0,
+                    batch: Err(problem.to_owned()),
+                    at,
+                },
             });
         }
     }

@@ -11,14 +11,21 @@ pub fn identifier_hash(identifier: &str) -> Option<u64> {
 /// The first 16 of exactly 64 hex digits.
 pub(super) fn digest(text: &str) -> Option<u64> {
     let hex = text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    hex.then(|| u64::from_str_radix(&text[..16], 16).ok()).flatten()
+    hex.then(|| u64::from_str_radix(&text[..16], 16).ok())
+        .flatten()
 }
 
 /// The hash in the form by which routers of the field hand it through an engine: 16 lowercase hex digits and 48 zeros.
 pub(super) fn marker(text: &str) -> Option<u64> {
-    let zeros = text.get(16..).is_some_and(|tail| tail.bytes().all(|byte| byte == b'0'));
+    let zeros = text
+        .get(16..)
+        .is_some_and(|tail| tail.bytes().all(|byte| byte == b'0'));
     let lowercase = !text.bytes().any(|byte| byte.is_ascii_uppercase());
-    if zeros && lowercase { digest(text) } else { None }
+    if zeros && lowercase {
+        digest(text)
+    } else {
+        None
+    }
 }
 
 #[cfg(test)]

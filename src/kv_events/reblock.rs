@@ -37,7 +37,10 @@ impl Fit {
         if engine.max(ours) / engine.min(ours) > MOST_PARTS {
             return None;
         }
-        match (NonZeroU32::new(engine / ours), NonZeroU32::new(ours / engine)) {
+        match (
+            NonZeroU32::new(engine / ours),
+            NonZeroU32::new(ours / engine),
+        ) {
             _ if engine == ours => Some(Fit::Same),
             (Some(parts), _) if engine.is_multiple_of(ours) => Some(Fit::Split(parts)),
             (_, Some(parts)) if ours.is_multiple_of(engine) => Some(Fit::Join(parts)),
@@ -65,7 +68,11 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn windows(&self) -> Windows {
-        if self.bigrams { Windows::Eagle } else { Windows::Plain }
+        if self.bigrams {
+            Windows::Eagle
+        } else {
+            Windows::Plain
+        }
     }
 
     /// The tokens that the blocks hold, with pad tokens in place of the objects that these explain.
@@ -103,17 +110,28 @@ pub(super) struct Reblocker {
 
 impl Reblocker {
     pub(super) fn new(ours: BlockSize, media: MediaTokens) -> Self {
-        Self { ours, media, sizes: Default::default(), chains: None, gaps: 0 }
+        Self {
+            ours,
+            media,
+            sizes: Default::default(),
+            chains: None,
+            gaps: 0,
+        }
     }
 
     /// Forgets everything: the cache is empty.
     pub(super) fn clear(&mut self) {
-        *self = Self { gaps: self.gaps, ..Self::new(self.ours, self.media) };
+        *self = Self {
+            gaps: self.gaps,
+            ..Self::new(self.ours, self.media)
+        };
     }
 
     /// Sizes of the engine's blocks by tier; `None` where parts of our blocks are remembered here, which nobody else knows.
     pub(super) fn sizes(&self) -> Option<[Option<u32>; Tier::ALL.len()]> {
-        self.chains.is_none().then(|| self.sizes.map(|size| size.map(|size| size.0.get())))
+        self.chains
+            .is_none()
+            .then(|| self.sizes.map(|size| size.map(|size| size.0.get())))
     }
 
     /// Goes on with sizes that another reader has met.
@@ -135,7 +153,9 @@ impl Reblocker {
             return None;
         }
         if matches!(fit, Fit::Join(_)) {
-            let chains = self.chains.get_or_insert_with(|| Chains::new(engine, self.ours, self.gaps));
+            let chains = self
+                .chains
+                .get_or_insert_with(|| Chains::new(engine, self.ours, self.gaps));
             return (chains.engine() == engine).then_some(fit);
         }
         Some(fit)
@@ -149,16 +169,29 @@ impl Reblocker {
 
     /// The index has taken blocks for gone. The engine's blocks that are gone with them, and what the index is to be told:
     /// where one is several of ours, the first of these may have stayed for the sake of others.
-    pub(super) fn forgotten(&mut self, forgotten: &Forgotten) -> (Vec<(EngineHash, Tier)>, Vec<KvEvent>) {
-        let parts = self.chains.as_mut().map(|chains| chains.forgotten(forgotten)).unwrap_or_default();
+    pub(super) fn forgotten(
+        &mut self,
+        forgotten: &Forgotten,
+    ) -> (Vec<(EngineHash, Tier)>, Vec<KvEvent>) {
+        let parts = self
+            .chains
+            .as_mut()
+            .map(|chains| chains.forgotten(forgotten))
+            .unwrap_or_default();
         let others = Tier::ALL.into_iter().filter_map(|tier| {
-            let Some(Fit::Split(parts)) = self.sizes[tier as usize].and_then(|engine| Fit::of(engine, self.ours))
+            let Some(Fit::Split(parts)) =
+                self.sizes[tier as usize].and_then(|engine| Fit::of(engine, self.ours))
             else {
                 return None;
             };
             let names = forgotten.names.iter().filter(|(_, of)| *of == tier);
-            let others = names.flat_map(|&(name, _)| parts_of(name, parts.get()).filter(move |part| *part != name));
-            Some(KvEvent::Removed { blocks: others.collect(), tier })
+            let others = names.flat_map(|&(name, _)| {
+                parts_of(name, parts.get()).filter(move |part| *part != name)
+            });
+            Some(KvEvent::Removed {
+                blocks: others.collect(),
+                tier,
+            })
         });
         (parts, others.collect())
     }
@@ -169,20 +202,42 @@ impl Reblocker {
         let (parts, size) = (parts.get(), self.ours.tokens());
         let tokens = run.content(engine, self.media);
         // Which of our blocks an object is in that has no pad token is not told.
-        let clear = if parts == 1 { None } else { run.objects.iter().position(|objects| !objects.is_empty()) };
+        let clear = if parts == 1 {
+            None
+        } else {
+            run.objects.iter().position(|objects| !objects.is_empty())
+        };
         let whole = clear.unwrap_or(run.names.len()).min(run.names.len());
         let most = whole * parts as usize * size + usize::from(run.bigrams);
         let objects: &[Vec<u64>] = if parts == 1 { &run.objects } else { &[] };
-        let hashes = locals(&tokens[..tokens.len().min(most)], self.ours, run.salt, run.windows(), objects);
-        let names = run.names[..whole].iter().flat_map(|&name| parts_of(name, parts));
-        let blocks = names.zip(hashes).map(|(engine, local)| StoredBlock { engine, local }).collect();
-        KvEvent::Stored { parent: run.parent, blocks, tier: run.tier }
+        let hashes = locals(
+            &tokens[..tokens.len().min(most)],
+            self.ours,
+            run.salt,
+            run.windows(),
+            objects,
+        );
+        let names = run.names[..whole]
+            .iter()
+            .flat_map(|&name| parts_of(name, parts));
+        let blocks = names
+            .zip(hashes)
+            .map(|(engine, local)| StoredBlock { engine, local })
+            .collect();
+        KvEvent::Stored {
+            parent: run.parent,
+            blocks,
+            tier: run.tier,
+        }
     }
 
     /// Blocks smaller than ours.
     pub(super) fn join(&mut self, mut run: Run<'_>) -> Regrouped {
         let Some(chains) = &mut self.chains else {
-            return Regrouped { events: Vec::new(), outcome: Outcome::ParentNotFound };
+            return Regrouped {
+                events: Vec::new(),
+                outcome: Outcome::ParentNotFound,
+            };
         };
         let tokens = run.content(chains.engine(), self.media);
         chains.store(&run, &tokens)
@@ -193,10 +248,16 @@ impl Reblocker {
         let fit = self.sizes[tier as usize].and_then(|engine| Fit::of(engine, self.ours));
         let blocks = match (fit, &mut self.chains) {
             (Some(Fit::Join(_)), Some(chains)) => return chains.remove(names, tier),
-            (Some(Fit::Split(parts)), _) => names.iter().flat_map(|&name| parts_of(name, parts.get())).collect(),
+            (Some(Fit::Split(parts)), _) => names
+                .iter()
+                .flat_map(|&name| parts_of(name, parts.get()))
+                .collect(),
             _ => names.to_vec(),
         };
-        Regrouped { events: vec![KvEvent::Removed { blocks, tier }], outcome: Outcome::Ok }
+        Regrouped {
+            events: vec![KvEvent::Removed { blocks, tier }],
+            outcome: Outcome::Ok,
+        }
     }
 }
 
@@ -213,9 +274,20 @@ fn parts_of(name: EngineHash, parts: u32) -> impl Iterator<Item = EngineHash> {
 }
 
 /// The hash of one block of ours.
-fn local_of(tokens: &[u32], ours: BlockSize, run: &Run<'_>, objects: Vec<u64>) -> Option<LocalHash> {
-    let objects = if objects.is_empty() { Vec::new() } else { vec![objects] };
-    locals(tokens, ours, run.salt, run.windows(), &objects).first().copied()
+fn local_of(
+    tokens: &[u32],
+    ours: BlockSize,
+    run: &Run<'_>,
+    objects: Vec<u64>,
+) -> Option<LocalHash> {
+    let objects = if objects.is_empty() {
+        Vec::new()
+    } else {
+        vec![objects]
+    };
+    locals(tokens, ours, run.salt, run.windows(), &objects)
+        .first()
+        .copied()
 }
 
 #[cfg(test)]

@@ -44,7 +44,10 @@ enum Round {
 }
 
 /// Brings the feed up to what the engine can repeat.
-pub(super) async fn catch_up(engine: &mut impl Repeater, feed: &mut Feed) -> Result<(), Incomplete> {
+pub(super) async fn catch_up(
+    engine: &mut impl Repeater,
+    feed: &mut Feed,
+) -> Result<(), Incomplete> {
     let mut given_up = None;
     let mut at_hole = Incomplete::StartedAfterRequested;
     for _ in 0..ROUNDS {

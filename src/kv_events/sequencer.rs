@@ -96,7 +96,10 @@ impl Sequencer {
     /// Goes on behind a batch that somebody else has applied. Whatever comes live from now on was published after that, so
     /// a number that is no higher is a new life.
     pub fn resumed(seq: u64, digest: Digest) -> Self {
-        Self { applied: Some(Mark { seq, digest }), last_live: Some(seq) }
+        Self {
+            applied: Some(Mark { seq, digest }),
+            last_live: Some(seq),
+        }
     }
 
     /// The newest applied batch.
@@ -109,7 +112,9 @@ impl Sequencer {
     /// Numbers that do not rise are a new life of the engine, but for the very batch that was applied last: two
     /// connections of one publisher bring it twice.
     pub fn live(&mut self, seq: u64, digest: impl FnOnce() -> Digest) -> Live {
-        let again = self.applied.filter(|mark| mark.seq == seq && self.last_live == Some(seq));
+        let again = self
+            .applied
+            .filter(|mark| mark.seq == seq && self.last_live == Some(seq));
         if again.is_some_and(|mark| mark.digest == digest()) {
             return Live::Stale;
         }
@@ -126,7 +131,10 @@ impl Sequencer {
         match self.applied {
             Some(mark) if seq <= mark.seq => Live::Stale,
             _ if seq == self.expected() => Live::Apply,
-            _ => Live::Gap { from: self.expected(), to: seq },
+            _ => Live::Gap {
+                from: self.expected(),
+                to: seq,
+            },
         }
     }
 
@@ -154,7 +162,10 @@ impl Sequencer {
             }
             Some(mark) if seq <= mark.seq => Repeated::Known,
             _ if seq == self.expected() => Repeated::Apply,
-            _ => Repeated::Hole { from: self.expected(), to: seq },
+            _ => Repeated::Hole {
+                from: self.expected(),
+                to: seq,
+            },
         }
     }
 

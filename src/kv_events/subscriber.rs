@@ -12,7 +12,8 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use warmroute_zmtp::{
-    MessageLimits, PublisherId, ReconnectBackoff, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
+    MessageLimits, PublisherId, ReconnectBackoff, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint,
+    ZmtpError,
 };
 
 use super::dealer::{Dealer, PAUSE as UNANSWERED};
@@ -66,8 +67,14 @@ enum ListenerAction {
 
 /// The settings of a socket that receives messages of up to `max_message` octets.
 pub(super) fn socket_config(max_message: usize) -> SocketConfig {
-    let limits = MessageLimits { message: max_message, ..MessageLimits::default() };
-    SocketConfig { limits, ..SocketConfig::default() }
+    let limits = MessageLimits {
+        message: max_message,
+        ..MessageLimits::default()
+    };
+    SocketConfig {
+        limits,
+        ..SocketConfig::default()
+    }
 }
 
 /// Listens to one event source and applies what it says, for ever; ends by being dropped.
@@ -77,12 +84,20 @@ pub async fn run(
     metrics: Arc<Metrics>,
     (state, witness): (watch::Sender<SourceState>, Witness),
 ) -> Infallible {
-    let view = View { rank: spec.rank, witness: witness.clone(), state };
+    let view = View {
+        rank: spec.rank,
+        witness: witness.clone(),
+        state,
+    };
     view.set(SourceState::Connecting);
     let config = socket_config(spec.max_message);
     let mut listener = Listener {
         feed: Feed::new(&spec, sink, metrics.clone(), witness),
-        replay: spec.source.replay.as_deref().map(|endpoint| Dealer::new(endpoint, config)),
+        replay: spec
+            .source
+            .replay
+            .as_deref()
+            .map(|endpoint| Dealer::new(endpoint, config)),
         view,
         config,
         metrics,
@@ -140,7 +155,9 @@ impl View {
                 SourceState::Live => Link::Attached,
             });
         });
-        let changed = self.state.send_if_modified(|known| std::mem::replace(known, state) != state);
+        let changed = self
+            .state
+            .send_if_modified(|known| std::mem::replace(known, state) != state);
         if changed {
             tracing::info!(rank = %self.rank, ?state, "KV event source");
         }
@@ -163,7 +180,9 @@ struct Listener {
 impl Listener {
     /// One socket from attach to loss.
     async fn session(&mut self) -> Result<Infallible, DetachError> {
-        let mut socket = open(&self.source, self.config).await.inspect_err(|error| self.connection_failed(error))?;
+        let mut socket = open(&self.source, self.config)
+            .await
+            .inspect_err(|error| self.connection_failed(error))?;
         let mut publishers = HashSet::new();
         self.check = None;
         if self.source.attach == Attach::Connect {
@@ -173,7 +192,8 @@ impl Listener {
         loop {
             match self.next_action(socket.next_event(), &mut burst).await {
                 ListenerAction::Event(event) => {
-                    self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers).await?
+                    self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers)
+                        .await?
                 }
                 ListenerAction::Check => self.check().await?,
                 ListenerAction::Knocked => return Err(DetachError::Knocked),
@@ -212,7 +232,11 @@ impl Listener {
     }
 
     /// Processes one event of the socket.
-    async fn event(&mut self, event: SubEvent, publishers: &mut HashSet<PublisherId>) -> Result<(), DetachError> {
+    async fn event(
+        &mut self,
+        event: SubEvent,
+        publishers: &mut HashSet<PublisherId>,
+    ) -> Result<(), DetachError> {
         match event {
             SubEvent::Message(frames) => self.message(&frames).await,
             SubEvent::Oversize(limit) => self.feed.skipped_message(limit.as_str()),
@@ -245,7 +269,12 @@ impl Listener {
     }
 
     fn connection_failed(&self, error: &ZmtpError) {
-        self.metrics.kv_event_connection_errors.get_or_create(&ReasonLabel { reason: error.reason() }).inc();
+        self.metrics
+            .kv_event_connection_errors
+            .get_or_create(&ReasonLabel {
+                reason: error.reason(),
+            })
+            .inc();
     }
 
     /// An engine is there: find out what was missed before.
@@ -258,14 +287,19 @@ impl Listener {
             // Nothing is known that could be out of date, and an engine without history has nothing to repeat.
             Some(Err(Incomplete::Empty)) | None if self.feed.is_fresh() => {}
             missed => {
-                let why = missed.and_then(Result::err).map_or("no replay endpoint", Incomplete::as_str);
+                let why = missed
+                    .and_then(Result::err)
+                    .map_or("no replay endpoint", Incomplete::as_str);
                 tracing::warn!(rank = %self.view.rank, why, "what happened while detached is not wholly known");
                 if !self.feed.is_fresh() {
                     self.feed.doubt();
                 }
             }
         }
-        self.check = self.replay.is_some().then(|| Check::Settled(Instant::now() + SETTLED));
+        self.check = self
+            .replay
+            .is_some()
+            .then(|| Check::Settled(Instant::now() + SETTLED));
     }
 
     /// Replays what the engine still holds; `None` without a replay endpoint.
@@ -288,7 +322,9 @@ impl Listener {
         if self.replay.is_some() {
             self.check = Some(Check::Idle(Instant::now() + IDLE));
         }
-        let Some(gap) = self.feed.live(seq, payload) else { return };
+        let Some(gap) = self.feed.live(seq, payload) else {
+            return;
+        };
         tracing::info!(rank = %self.view.rank, from = gap.from, to = gap.to, "KV event batches are missing");
         if let Some(Err(why)) = self.catch_up().await {
             tracing::warn!(rank = %self.view.rank, why = why.as_str(), "replay of KV events is incomplete");
@@ -298,15 +334,21 @@ impl Listener {
 
     /// Asks a silent engine whether there is anything that should have arrived.
     async fn check(&mut self) -> Result<(), DetachError> {
-        let (Some(engine), Some(check)) = (&mut self.replay, self.check) else { return Ok(()) };
+        let (Some(engine), Some(check)) = (&mut self.replay, self.check) else {
+            return Ok(());
+        };
         let known = self.feed.expected();
         let outcome = replay::catch_up(engine, &mut self.feed).await;
         self.check = Some(match outcome {
-            Err(Incomplete::EndedBeforeTarget) => Check::Settled(Instant::now() + UNANSWERED + SETTLED),
+            Err(Incomplete::EndedBeforeTarget) => {
+                Check::Settled(Instant::now() + UNANSWERED + SETTLED)
+            }
             _ => Check::Idle(Instant::now() + IDLE),
         });
         match check {
-            Check::Idle(_) if self.feed.expected() != known => Err(DetachError::Silent(self.source.topic.clone())),
+            Check::Idle(_) if self.feed.expected() != known => {
+                Err(DetachError::Silent(self.source.topic.clone()))
+            }
             _ => Ok(()),
         }
     }
@@ -317,12 +359,18 @@ pub(super) fn live_batch(frames: &[Bytes]) -> Result<(u64, &Bytes), &'static str
     let [_topic, seq, payload] = frames else {
         return Err("it does not have three frames");
     };
-    let seq: [u8; 8] = seq.as_ref().try_into().map_err(|_| "its number does not have eight bytes")?;
+    let seq: [u8; 8] = seq
+        .as_ref()
+        .try_into()
+        .map_err(|_| "its number does not have eight bytes")?;
     Ok((u64::from_be_bytes(seq), payload))
 }
 
 /// Opens a subscribed socket, connected or bound.
-pub(super) async fn open(source: &EventSource, config: SocketConfig) -> Result<SubSocket, ZmtpError> {
+pub(super) async fn open(
+    source: &EventSource,
+    config: SocketConfig,
+) -> Result<SubSocket, ZmtpError> {
     let endpoint: ZmtpEndpoint = source.endpoint.parse()?;
     match source.attach {
         Attach::Connect => SubSocket::connect(&endpoint, &source.topic, config).await,
@@ -348,12 +396,23 @@ mod tests {
             attach: Attach::Connect,
             replay: Some(replay.to_owned()),
         };
-        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+        let rank = WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(0),
+        };
         let block_size = BlockSize::new(2).unwrap();
         let (media, resync) = (MediaTokens::default(), SharedResync::default());
         let engine = String::new();
         let max_message = MessageLimits::default().message;
-        let spec = SourceSpec { rank, source, engine, block_size, media, resync, max_message };
+        let spec = SourceSpec {
+            rank,
+            source,
+            engine,
+            block_size,
+            media,
+            resync,
+            max_message,
+        };
         let sink = RankSink {
             apply: Box::new(|_| Outcome::Ok),
             doubt: Box::new(|| 0),
@@ -368,7 +427,11 @@ mod tests {
             replay: Some(Dealer::new(replay, SocketConfig::default())),
             config: SocketConfig::default(),
             metrics,
-            view: View { rank, witness, state },
+            view: View {
+                rank,
+                witness,
+                state,
+            },
             source: spec.source,
             check: None,
             refused_at: None,
@@ -381,10 +444,14 @@ mod tests {
         let endpoint = router.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
         let answering = tokio::spawn(async move {
             while let Ok(request) = router.recv().await {
-                let [client, _, from] = &request.into_vec()[..] else { panic!("not a request") };
+                let [client, _, from] = &request.into_vec()[..] else {
+                    panic!("not a request")
+                };
                 let from = u64::from_be_bytes(from.as_ref().try_into().unwrap());
                 let batch = Bytes::from_static(&[0x92, 0x01, 0x90]);
-                let held = (from..2).map(|seq| (seq, batch.clone())).chain([(u64::MAX, Bytes::new())]);
+                let held = (from..2)
+                    .map(|seq| (seq, batch.clone()))
+                    .chain([(u64::MAX, Bytes::new())]);
                 for (seq, payload) in held {
                     let seq = Bytes::copy_from_slice(&seq.to_be_bytes());
                     let reply = vec![client.clone(), Bytes::new(), seq, payload];
@@ -400,7 +467,10 @@ mod tests {
         let (endpoint, answering) = engine().await;
         let mut listener = listener(&endpoint);
         listener.check = Some(Check::Idle(Instant::now()));
-        assert!(matches!(listener.check().await, Err(DetachError::Silent(_))));
+        assert!(matches!(
+            listener.check().await,
+            Err(DetachError::Silent(_))
+        ));
         assert_eq!(listener.feed.expected(), 2, "what was found is applied");
         assert!(listener.check().await.is_ok(), "nothing new since");
         answering.abort();
@@ -431,9 +501,18 @@ mod tests {
         let mut listener = listener("tcp://127.0.0.1:1");
         let at = Instant::now();
         listener.check = Some(Check::Settled(at));
-        listener.message(&[Bytes::from_static(b"topic"), Bytes::from_static(b"no number")]).await;
+        listener
+            .message(&[
+                Bytes::from_static(b"topic"),
+                Bytes::from_static(b"no number"),
+            ])
+            .await;
         assert!(matches!(listener.check, Some(Check::Settled(still)) if still == at));
-        let batch = [b"topic".as_slice(), &0_u64.to_be_bytes(), &[0x92, 0x01, 0x90]];
+        let batch = [
+            b"topic".as_slice(),
+            &0_u64.to_be_bytes(),
+            &[0x92, 0x01, 0x90],
+        ];
         listener.message(&batch.map(Bytes::copy_from_slice)).await;
         assert!(matches!(listener.check, Some(Check::Idle(_))));
     }

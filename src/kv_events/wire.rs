@@ -184,7 +184,9 @@ impl From<&str> for Kind {
             "full_attention" | "mla_attention" | "sink_full_attention" => Kind::Main,
             "sliding_window" | "sliding_window_mla" => Kind::Partial(Part::Window),
             "mamba" => Kind::Partial(Part::State),
-            "chunked_local_attention" | "encoder_only_attention" | "cross_attention" => Kind::Partial(Part::Other),
+            "chunked_local_attention" | "encoder_only_attention" | "cross_attention" => {
+                Kind::Partial(Part::Other)
+            }
             _ => Kind::Unknown,
         }
     }
@@ -202,7 +204,11 @@ pub enum Locality {
 
 impl From<&str> for Locality {
     fn from(word: &str) -> Self {
-        if word == "LOCAL" { Locality::Local } else { Locality::Elsewhere }
+        if word == "LOCAL" {
+            Locality::Local
+        } else {
+            Locality::Elsewhere
+        }
     }
 }
 
@@ -254,7 +260,11 @@ impl<'de> Deserialize<'de> for Batch {
                 if seq.next_element::<IgnoredAny>()?.is_some() {
                     return Err(de::Error::custom("a batch has two or three elements"));
                 }
-                Ok(Batch { timestamp, events, rank })
+                Ok(Batch {
+                    timestamp,
+                    events,
+                    rank,
+                })
             }
         }
         deserializer.deserialize_any(BatchVisitor)
@@ -284,8 +294,12 @@ impl<'de> Deserialize<'de> for Event {
 }
 
 /// The next element, which has to be there.
-fn next<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(seq: &mut A, name: &'static str) -> Result<T, A::Error> {
-    seq.next_element()?.ok_or_else(|| de::Error::missing_field(name))
+fn next<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(
+    seq: &mut A,
+    name: &'static str,
+) -> Result<T, A::Error> {
+    seq.next_element()?
+        .ok_or_else(|| de::Error::missing_field(name))
 }
 
 #[cfg(test)]

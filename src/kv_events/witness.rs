@@ -20,7 +20,11 @@ pub struct Witness {
 impl Default for Witness {
     fn default() -> Self {
         let source = Arc::new(Mutex::new(Source::new(unix_now())));
-        Self { source, changed: Arc::default(), knocked: Arc::default() }
+        Self {
+            source,
+            changed: Arc::default(),
+            knocked: Arc::default(),
+        }
     }
 }
 
@@ -66,5 +70,7 @@ impl Witness {
 
 /// Seconds of unix time; 0 before it began.
 pub(super) fn unix_now() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64())
 }

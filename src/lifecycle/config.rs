@@ -16,7 +16,10 @@ pub struct ReadinessConfig {
 
 impl Default for ReadinessConfig {
     fn default() -> Self {
-        Self { min_initial_workers: 1, event_sources_deadline: Period::seconds(30) }
+        Self {
+            min_initial_workers: 1,
+            event_sources_deadline: Period::seconds(30),
+        }
     }
 }
 
@@ -34,7 +37,10 @@ pub struct DrainConfig {
 impl Default for DrainConfig {
     fn default() -> Self {
         // Longer than a successor needs to load its tokenizers, and than gateways need to hear of endpoints that leave.
-        Self { grace: Period::seconds(5), deadline: Period::seconds(30) }
+        Self {
+            grace: Period::seconds(5),
+            deadline: Period::seconds(30),
+        }
     }
 }
 
@@ -52,7 +58,11 @@ pub struct ReloadConfig {
 
 impl Default for ReloadConfig {
     fn default() -> Self {
-        Self { watch: true, poll: Period::seconds(5), debounce: Period::millis(100) }
+        Self {
+            watch: true,
+            poll: Period::seconds(5),
+            debounce: Period::millis(100),
+        }
     }
 }
 
@@ -61,6 +71,8 @@ impl ReloadConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.poll.get().is_zero();
         let text = "polling every 0s would never rest; the default is 5s";
-        zero.then(|| Problem::of("poll", text)).into_iter().collect()
+        zero.then(|| Problem::of("poll", text))
+            .into_iter()
+            .collect()
     }
 }

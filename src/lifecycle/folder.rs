@@ -25,22 +25,30 @@ pub enum FolderError {
     Shared,
 }
 
-const FIX: &str = "use one of its own that warmroute creates, or /run/warmroute made by the service manager";
+const FIX: &str =
+    "use one of its own that warmroute creates, or /run/warmroute made by the service manager";
 
 /// Creates the folder of a file where it is missing, readable by all and writable by this user only, and refuses one where
 /// another user could replace the file.
 pub fn prepare(file: &Path) -> io::Result<()> {
     let folder = of(file);
-    DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(folder)?;
     let folder = folder.canonicalize()?;
     let parent = folder.parent().map(fs::metadata).transpose()?;
     let found = FolderAccess::new(&fs::metadata(&folder)?, parent.as_ref());
-    found.check(rustix::process::geteuid().as_raw()).map_err(io::Error::other)
+    found
+        .check(rustix::process::geteuid().as_raw())
+        .map_err(io::Error::other)
 }
 
 /// The folder that a file is in.
 pub fn of(file: &Path) -> &Path {
-    file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    file.parent()
+        .filter(|folder| !folder.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
 }
 
 /// Owner and permissions of a folder.
@@ -54,19 +62,29 @@ struct FolderAccess {
 
 impl FolderAccess {
     fn new(folder: &Metadata, parent: Option<&Metadata>) -> Self {
-        Self { owner: folder.uid(), mode: folder.mode(), parent_mode: parent.map_or(0, |parent| parent.mode()) }
+        Self {
+            owner: folder.uid(),
+            mode: folder.mode(),
+            parent_mode: parent.map_or(0, |parent| parent.mode()),
+        }
     }
 
     /// Checks the folder for a user. A folder of root is accepted even if others can write to it, as are the volumes that the
     /// containers of a pod share. A folder of another user is accepted only if nothing but its owner can write to it, and not
     /// all users can write to its parent.
     fn check(self, user: u32) -> Result<(), FolderError> {
-        let Self { owner, mode, parent_mode } = self;
+        let Self {
+            owner,
+            mode,
+            parent_mode,
+        } = self;
         if mode & SHARED == SHARED {
             return Err(FolderError::Shared);
         }
         let is_trusted = owner == user || owner == 0;
-        if !is_trusted && (mode & WRITABLE_BY_GROUP_OR_OTHERS != 0 || parent_mode & WRITABLE_BY_OTHERS != 0) {
+        if !is_trusted
+            && (mode & WRITABLE_BY_GROUP_OR_OTHERS != 0 || parent_mode & WRITABLE_BY_OTHERS != 0)
+        {
             return Err(FolderError::OtherOwner { owner });
         }
         Ok(())
@@ -90,12 +108,33 @@ mod tests {
             ("a volume of the pod", 0, 0o777, 0o755, Ok(())),
             ("/tmp itself", 0, 0o1777, 0o755, Err(FolderError::Shared)),
             ("another user was first in /tmp", 7, 0o777, 0o1777, other),
-            ("another user was first in /tmp, for root", 7, 0o755, 0o1777, other),
-            ("another user's, writable by a group", 7, 0o775, 0o755, other),
+            (
+                "another user was first in /tmp, for root",
+                7,
+                0o755,
+                0o1777,
+                other,
+            ),
+            (
+                "another user's, writable by a group",
+                7,
+                0o775,
+                0o755,
+                other,
+            ),
             ("a mounted folder of another user", 7, 0o755, 0o755, Ok(())),
         ];
         for (case, owner, mode, parent_mode, expected) in cases {
-            assert_eq!(FolderAccess { owner, mode, parent_mode }.check(5), expected, "{case}");
+            assert_eq!(
+                FolderAccess {
+                    owner,
+                    mode,
+                    parent_mode
+                }
+                .check(5),
+                expected,
+                "{case}"
+            );
         }
     }
 
@@ -104,8 +143,16 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("a/b/ext_proc.sock");
         prepare(&file).unwrap();
-        assert_eq!(fs::metadata(of(&file)).unwrap().permissions().mode() & 0o022, 0);
+        assert_eq!(
+            fs::metadata(of(&file)).unwrap().permissions().mode() & 0o022,
+            0
+        );
         fs::set_permissions(of(&file), fs::Permissions::from_mode(0o1777)).unwrap();
-        assert!(prepare(&file).unwrap_err().to_string().contains("any user of this host"));
+        assert!(
+            prepare(&file)
+                .unwrap_err()
+                .to_string()
+                .contains("any user of this host")
+        );
     }
 }

@@ -24,7 +24,10 @@ impl FileWatch {
     /// Watches the file's folder.
     pub fn new(path: &Path) -> Self {
         let heard = Arc::new(Notify::new());
-        Self { _watcher: listen(path, heard.clone()), heard }
+        Self {
+            _watcher: listen(path, heard.clone()),
+            heard,
+        }
     }
 
     /// Waits until the file may have changed: something was heard of it and then nothing more for `debounce`, or `poll` is
@@ -60,7 +63,9 @@ fn listen(path: &Path, heard: Arc<Notify>) -> Option<RecommendedWatcher> {
 }
 
 fn folder_of(path: &Path) -> PathBuf {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
     folder.unwrap_or(Path::new(".")).to_owned()
 }
 
@@ -79,9 +84,17 @@ mod tests {
     #[test]
     fn reading_is_no_change_but_writing_is() {
         let event = |kind| Event::new(kind);
-        assert!(!is_change(&event(EventKind::Access(AccessKind::Open(AccessMode::Any)))));
-        assert!(!is_change(&event(EventKind::Access(AccessKind::Close(AccessMode::Read)))));
-        assert!(is_change(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)))));
-        assert!(is_change(&event(EventKind::Create(notify::event::CreateKind::File))));
+        assert!(!is_change(&event(EventKind::Access(AccessKind::Open(
+            AccessMode::Any
+        )))));
+        assert!(!is_change(&event(EventKind::Access(AccessKind::Close(
+            AccessMode::Read
+        )))));
+        assert!(is_change(&event(EventKind::Access(AccessKind::Close(
+            AccessMode::Write
+        )))));
+        assert!(is_change(&event(EventKind::Create(
+            notify::event::CreateKind::File
+        ))));
     }
 }

@@ -72,16 +72,29 @@ impl PrefillTimes {
         let expected = line.at(tokens);
         let trusted = self.observed >= ENOUGH;
         let near = USUAL_ERRORS * self.usual.max(LEAST_ERROR * expected);
-        let heard = if trusted { took.clamp((expected - near).max(0.0), expected + near) } else { took };
+        let heard = if trusted {
+            took.clamp((expected - near).max(0.0), expected + near)
+        } else {
+            took
+        };
         if trusted {
             let error = ((expected - took).abs() / took).min(WORST);
-            self.error = Some(self.error.map_or(error, |before| KEEP * before + (1.0 - KEEP) * error));
+            self.error = Some(
+                self.error
+                    .map_or(error, |before| KEEP * before + (1.0 - KEEP) * error),
+            );
         }
         self.sums.add(tokens, heard);
         self.observed += 1;
         // The first few say how far observations usually are from the line that they make.
         let keep = KEEP_USUAL.min(1.0 - 1.0 / self.observed as f64);
-        let off = (heard - if trusted { expected } else { self.sums.line().at(tokens) }).abs();
+        let off = (heard
+            - if trusted {
+                expected
+            } else {
+                self.sums.line().at(tokens)
+            })
+        .abs();
         self.usual = keep * self.usual + (1.0 - keep) * off;
     }
 
@@ -90,7 +103,11 @@ impl PrefillTimes {
         if self.observed < ENOUGH {
             return None;
         }
-        let seconds = self.sums.line().at(tokens as f64).min(LONGEST.as_secs_f64());
+        let seconds = self
+            .sums
+            .line()
+            .at(tokens as f64)
+            .min(LONGEST.as_secs_f64());
         Duration::try_from_secs_f64(seconds).ok()
     }
 
@@ -108,21 +125,35 @@ impl Sums {
         self.tokens += part * tokens_off;
         self.seconds += part * seconds_off;
         self.tokens_tokens = (1.0 - part) * (self.tokens_tokens + part * tokens_off * tokens_off);
-        self.tokens_seconds = (1.0 - part) * (self.tokens_seconds + part * tokens_off * seconds_off);
+        self.tokens_seconds =
+            (1.0 - part) * (self.tokens_seconds + part * tokens_off * seconds_off);
     }
 
     /// The line of least squares among those that make sense.
     fn line(&self) -> Line {
         if self.tokens_tokens.sqrt() < LEAST_SPREAD * self.tokens || self.tokens == 0.0 {
-            return Line { fixed: 0.0, per_token: if self.tokens == 0.0 { 0.0 } else { self.seconds / self.tokens } };
+            return Line {
+                fixed: 0.0,
+                per_token: if self.tokens == 0.0 {
+                    0.0
+                } else {
+                    self.seconds / self.tokens
+                },
+            };
         }
         let per_token = self.tokens_seconds / self.tokens_tokens;
         let fixed = self.seconds - per_token * self.tokens;
         if per_token < 0.0 {
-            Line { fixed: self.seconds, per_token: 0.0 }
+            Line {
+                fixed: self.seconds,
+                per_token: 0.0,
+            }
         } else if fixed < 0.0 {
             let through_zero = self.tokens_seconds + self.tokens * self.seconds;
-            Line { fixed: 0.0, per_token: through_zero / (self.tokens_tokens + self.tokens * self.tokens) }
+            Line {
+                fixed: 0.0,
+                per_token: through_zero / (self.tokens_tokens + self.tokens * self.tokens),
+            }
         } else {
             Line { fixed, per_token }
         }
@@ -153,14 +184,19 @@ mod tests {
 
     fn fitted(count: usize, line: impl Fn(u64) -> Duration) -> PrefillTimes {
         let mut times = PrefillTimes::new();
-        lengths().take(count).for_each(|tokens| times.observe(tokens, line(tokens)));
+        lengths()
+            .take(count)
+            .for_each(|tokens| times.observe(tokens, line(tokens)));
         times
     }
 
     fn is_near(times: &PrefillTimes, tokens: u64, expected: Duration, within: f64) {
         let estimate = times.estimate(tokens).unwrap().as_secs_f64();
         let expected = expected.as_secs_f64();
-        assert!((estimate - expected).abs() <= within * expected, "{tokens} tokens: {estimate}, not {expected}");
+        assert!(
+            (estimate - expected).abs() <= within * expected,
+            "{tokens} tokens: {estimate}, not {expected}"
+        );
     }
 
     #[test]
@@ -170,7 +206,11 @@ mod tests {
         for tokens in [1, 500, 5000] {
             is_near(&times, tokens, line(tokens), 1e-6);
         }
-        assert_eq!(times.relative_error(), None, "nothing was estimated before it was observed");
+        assert_eq!(
+            times.relative_error(),
+            None,
+            "nothing was estimated before it was observed"
+        );
         assert!(fitted(100, line).relative_error().unwrap() < 1e-6);
     }
 
@@ -204,13 +244,18 @@ mod tests {
         let mut times = fitted(100, line);
         (0..3).for_each(|_| times.observe(1000, Duration::from_secs(60)));
         is_near(&times, 1000, line(1000), 0.1);
-        assert!(times.relative_error().unwrap() > 0.001, "but they are errors");
+        assert!(
+            times.relative_error().unwrap() > 0.001,
+            "but they are errors"
+        );
     }
 
     #[test]
     fn a_lasting_change_is_learned() {
         let mut times = fitted(200, |tokens| millis(tokens / 10));
-        lengths().take(400).for_each(|tokens| times.observe(tokens, millis(tokens)));
+        lengths()
+            .take(400)
+            .for_each(|tokens| times.observe(tokens, millis(tokens)));
         is_near(&times, 2000, millis(2000), 0.1);
     }
 
@@ -218,7 +263,10 @@ mod tests {
     fn noise_averages_out() {
         let mut times = PrefillTimes::new();
         for (at, tokens) in lengths().take(400).enumerate() {
-            times.observe(tokens, millis(50 + tokens / 5) * (80 + (at as u32 * 17) % 41) / 100);
+            times.observe(
+                tokens,
+                millis(50 + tokens / 5) * (80 + (at as u32 * 17) % 41) / 100,
+            );
         }
         is_near(&times, 2000, millis(450), 0.05);
         assert!((0.05..0.2).contains(&times.relative_error().unwrap()));
@@ -227,8 +275,12 @@ mod tests {
     #[test]
     fn what_is_no_prefill_is_not_observed() {
         let mut times = PrefillTimes::new();
-        for (tokens, took) in [(0, millis(5)), (5, Duration::ZERO), (5, Duration::from_secs(7200)), (5, Duration::MAX)]
-        {
+        for (tokens, took) in [
+            (0, millis(5)),
+            (5, Duration::ZERO),
+            (5, Duration::from_secs(7200)),
+            (5, Duration::MAX),
+        ] {
             times.observe(tokens, took);
         }
         assert_eq!(times.observed, 0);

@@ -28,7 +28,12 @@ pub struct Rules {
 
 impl Default for Rules {
     fn default() -> Self {
-        Self { silence: Duration::from_secs(300), most: 1 << 20, blocks: 1 << 25, ended: 0 }
+        Self {
+            silence: Duration::from_secs(300),
+            most: 1 << 20,
+            blocks: 1 << 25,
+            ended: 0,
+        }
     }
 }
 
@@ -52,7 +57,11 @@ pub enum Change {
 
 impl Change {
     fn of(applied: bool) -> Self {
-        if applied { Change::Applied } else { Change::None }
+        if applied {
+            Change::Applied
+        } else {
+            Change::None
+        }
     }
 }
 
@@ -145,19 +154,35 @@ impl<B: Beside> Ledger<B> {
     pub fn new(load: Arc<LoadTracker>, rules: Rules) -> Self {
         let swept = load.now();
         let (entries, ended) = (HashMap::new(), VecDeque::new());
-        Self { load, rules, entries, ended, remembered: 0, blocks: 0, swept, expired: 0 }
+        Self {
+            load,
+            rules,
+            entries,
+            ended,
+            remembered: 0,
+            blocks: 0,
+            swept,
+            expired: 0,
+        }
     }
 
     /// Books. The same once more, an answer having been lost, is a sign of life and changes nothing. A later attempt takes
     /// the place of an earlier one.
     pub fn add(&mut self, attempt: Attempt<'_>, bookings: Vec<Booking>) -> Result<Change, Refused> {
-        let blocks = bookings.iter().map(|booking| booking.sequences.blocks()).sum();
+        let blocks = bookings
+            .iter()
+            .map(|booking| booking.sequences.blocks())
+            .sum();
         if self.is_known(attempt, bookings.iter(), blocks)? {
             return Ok(Change::None);
         }
         let reservation = self.load.book_with(|view| {
-            let gone = bookings.iter().find(|booking| view.load(booking.slot, booking.rank).is_none());
-            gone.map_or(Ok(()), |booking| Err(Refused::NotServing { rank: booking.rank }))?;
+            let gone = bookings
+                .iter()
+                .find(|booking| view.load(booking.slot, booking.rank).is_none());
+            gone.map_or(Ok(()), |booking| {
+                Err(Refused::NotServing { rank: booking.rank })
+            })?;
             Ok(bookings)
         })?;
         self.insert(attempt, reservation);
@@ -165,7 +190,11 @@ impl<B: Beside> Ledger<B> {
     }
 
     /// Keeps what was booked elsewhere. If it is refused, the reservation is dropped.
-    pub fn keep(&mut self, attempt: Attempt<'_>, reservation: Reservation) -> Result<Change, Refused> {
+    pub fn keep(
+        &mut self,
+        attempt: Attempt<'_>,
+        reservation: Reservation,
+    ) -> Result<Change, Refused> {
         if self.is_known(attempt, reservation.bookings(), blocks_of(&reservation))? {
             return Ok(Change::None);
         }
@@ -177,7 +206,11 @@ impl<B: Beside> Ledger<B> {
     /// request has booked is released: its place is wanted.
     pub fn make_room(&mut self, attempt: Attempt<'_>) -> Result<(), Refused> {
         self.tidy(attempt);
-        match self.entries.get(attempt.request).map(|entry| (entry.attempt, entry.held.is_some())) {
+        match self
+            .entries
+            .get(attempt.request)
+            .map(|entry| (entry.attempt, entry.held.is_some()))
+        {
             Some((other, true)) if other < attempt.number => self.end(attempt.request),
             Some((other, true)) => return Err(Refused::Booked { attempt: other }),
             _ => {}
@@ -187,7 +220,10 @@ impl<B: Beside> Ledger<B> {
 
     /// What an attempt has booked, so that who asks again is told the same.
     pub fn get(&self, attempt: Attempt<'_>) -> Option<&Reservation> {
-        let entry = self.entries.get(attempt.request).filter(|entry| entry.attempt == attempt.number)?;
+        let entry = self
+            .entries
+            .get(attempt.request)
+            .filter(|entry| entry.attempt == attempt.number)?;
         entry.held.as_ref().filter(|held| held.counts())
     }
 
@@ -196,9 +232,16 @@ impl<B: Beside> Ledger<B> {
     pub fn known(&mut self, attempt: Attempt<'_>) -> Option<Known<'_, B>> {
         let now = self.load.now();
         let entry = self.entries.get_mut(attempt.request)?;
-        let Entry { attempt: number, held, booked, beside, .. } = entry;
+        let Entry {
+            attempt: number,
+            held,
+            booked,
+            beside,
+            ..
+        } = entry;
         match held {
-            Some(held) => (*number == attempt.number && held.counts()).then_some(Known::Booked(held, *booked, beside)),
+            Some(held) => (*number == attempt.number && held.counts())
+                .then_some(Known::Booked(held, *booked, beside)),
             None => {
                 let recent = now.saturating_duration_since(entry.heard) <= self.rules.silence;
                 (attempt.number <= *number && recent).then_some(Known::Ended(beside))
@@ -208,7 +251,9 @@ impl<B: Beside> Ledger<B> {
 
     /// Its first token came.
     pub fn mark_prefill_completed(&mut self, attempt: Attempt<'_>) -> Change {
-        let Some(held) = self.hear(attempt) else { return Change::None };
+        let Some(held) = self.hear(attempt) else {
+            return Change::None;
+        };
         let marked = held.first_token();
         if marked && !held.counts() && self.rules.ended > 0 {
             // A prefill worker has nothing more to do with it.
@@ -244,11 +289,26 @@ impl<B: Beside> Ledger<B> {
     /// Releases what was silent for too long, and forgets whose worker has gone. Says how many were silent. Whoever keeps
     /// a ledger calls this now and then, traffic or not.
     pub fn expire(&mut self) -> usize {
-        let Self { load, rules, entries, ended, remembered, .. } = self;
+        let Self {
+            load,
+            rules,
+            entries,
+            ended,
+            remembered,
+            ..
+        } = self;
         let now = load.now();
-        while ended.front().is_some_and(|(at, _)| is_silent(*at, now, rules)) {
-            let Some((at, request)) = ended.pop_front() else { break };
-            if entries.get(&request).is_some_and(|entry| entry.ended_at(at)) {
+        while ended
+            .front()
+            .is_some_and(|(at, _)| is_silent(*at, now, rules))
+        {
+            let Some((at, request)) = ended.pop_front() else {
+                break;
+            };
+            if entries
+                .get(&request)
+                .is_some_and(|entry| entry.ended_at(at))
+            {
                 entries.remove(&request);
                 *remembered -= 1;
             }
@@ -258,9 +318,16 @@ impl<B: Beside> Ledger<B> {
             .filter_map(|(_, entry)| entry.held)
             .collect();
         let count = silent.len();
-        let gone = load.gone(entries.iter().filter_map(|(request, entry)| Some((request, entry.held.as_ref()?))));
+        let gone = load.gone(
+            entries
+                .iter()
+                .filter_map(|(request, entry)| Some((request, entry.held.as_ref()?))),
+        );
         let gone: Vec<String> = gone.into_iter().cloned().collect();
-        silent.extend(gone.iter().filter_map(|request| entries.remove(request)?.held));
+        silent.extend(
+            gone.iter()
+                .filter_map(|request| entries.remove(request)?.held),
+        );
         self.blocks -= silent.iter().map(blocks_of).sum::<usize>();
         self.swept = now;
         self.expired += count as u64;
@@ -269,12 +336,18 @@ impl<B: Beside> Ledger<B> {
 
     /// How many.
     pub fn counts(&self) -> Counts {
-        Counts { bookings: self.entries.len() - self.remembered, expired: self.expired }
+        Counts {
+            bookings: self.entries.len() - self.remembered,
+            expired: self.expired,
+        }
     }
 
     /// What an attempt holds whose bookings still count; that it is spoken of is a sign of life.
     fn hear(&mut self, attempt: Attempt<'_>) -> Option<&mut Reservation> {
-        let entry = self.entries.get_mut(attempt.request).filter(|entry| entry.attempt == attempt.number)?;
+        let entry = self
+            .entries
+            .get_mut(attempt.request)
+            .filter(|entry| entry.attempt == attempt.number)?;
         let held = entry.held.as_mut().filter(|held| held.counts())?;
         entry.heard = self.load.now();
         Some(held)
@@ -289,7 +362,9 @@ impl<B: Beside> Ledger<B> {
     ) -> Result<bool, Refused> {
         self.tidy(attempt);
         let now = self.load.now();
-        let Some(entry) = self.entries.get_mut(attempt.request) else { return self.room(blocks, 1).map(|()| false) };
+        let Some(entry) = self.entries.get_mut(attempt.request) else {
+            return self.room(blocks, 1).map(|()| false);
+        };
         match &entry.held {
             None if attempt.number <= entry.attempt => Ok(true),
             None => self.room(blocks, 1).map(|()| false),
@@ -297,7 +372,9 @@ impl<B: Beside> Ledger<B> {
                 entry.heard = now;
                 Ok(true)
             }
-            Some(_) if attempt.number <= entry.attempt => Err(Refused::Booked { attempt: entry.attempt }),
+            Some(_) if attempt.number <= entry.attempt => Err(Refused::Booked {
+                attempt: entry.attempt,
+            }),
             // Takes its place.
             Some(_) => self.room(blocks, 0).map(|()| false),
         }
@@ -309,7 +386,9 @@ impl<B: Beside> Ledger<B> {
         if now.saturating_duration_since(self.swept) >= SWEEP {
             self.expire();
         }
-        let Some(entry) = self.entries.get(attempt.request) else { return };
+        let Some(entry) = self.entries.get(attempt.request) else {
+            return;
+        };
         let silent = is_silent(entry.heard, now, &self.rules);
         if silent || entry.held.as_ref().is_some_and(|held| !held.counts()) {
             self.expired += u64::from(silent && entry.held.is_some());
@@ -319,7 +398,11 @@ impl<B: Beside> Ledger<B> {
 
     /// Whether so much more may be booked.
     fn room(&self, blocks: usize, bookings: usize) -> Result<(), Refused> {
-        let Rules { most, blocks: most_blocks, .. } = self.rules;
+        let Rules {
+            most,
+            blocks: most_blocks,
+            ..
+        } = self.rules;
         if self.counts().bookings + bookings > most {
             return Err(Refused::Full { most });
         }
@@ -334,7 +417,13 @@ impl<B: Beside> Ledger<B> {
         self.blocks += blocks_of(&reservation);
         let now = self.load.now();
         let (number, held) = (attempt.number, Some(reservation));
-        let entry = Entry { attempt: number, held, booked: now, heard: now, beside: B::default() };
+        let entry = Entry {
+            attempt: number,
+            held,
+            booked: now,
+            heard: now,
+            beside: B::default(),
+        };
         self.entries.insert(attempt.request.into(), entry);
     }
 
@@ -352,8 +441,12 @@ impl<B: Beside> Ledger<B> {
             return self.remove(request);
         }
         let now = self.load.now();
-        let Some(entry) = self.entries.get_mut(request) else { return };
-        let Some(held) = entry.held.take() else { return };
+        let Some(entry) = self.entries.get_mut(request) else {
+            return;
+        };
+        let Some(held) = entry.held.take() else {
+            return;
+        };
         self.blocks -= blocks_of(&held);
         entry.heard = now;
         entry.beside.end();
@@ -361,7 +454,10 @@ impl<B: Beside> Ledger<B> {
         self.ended.push_back((now, request.to_owned()));
         if self.ended.len() > self.rules.ended
             && let Some((at, oldest)) = self.ended.pop_front()
-            && self.entries.get(&oldest).is_some_and(|entry| entry.ended_at(at))
+            && self
+                .entries
+                .get(&oldest)
+                .is_some_and(|entry| entry.ended_at(at))
         {
             self.remove(&oldest);
         }
@@ -375,7 +471,10 @@ impl<B> Entry<B> {
 }
 
 fn blocks_of(reservation: &Reservation) -> usize {
-    reservation.bookings().map(|booking| booking.sequences.blocks()).sum()
+    reservation
+        .bookings()
+        .map(|booking| booking.sequences.blocks())
+        .sum()
 }
 
 fn is_silent(heard: Instant, now: Instant, rules: &Rules) -> bool {

@@ -60,7 +60,13 @@ pub struct Live {
 impl Live {
     /// Nothing has happened yet.
     pub fn new(bookings: Vec<Booking>) -> Self {
-        Self { bookings, begun: false, faded: 0, fraction: None, whole: 0 }
+        Self {
+            bookings,
+            begun: false,
+            faded: 0,
+            fraction: None,
+            whole: 0,
+        }
     }
 
     /// Something else happened to it.
@@ -71,7 +77,9 @@ impl Live {
                 // What lasts until then has ended.
                 self.bookings.retain(|booking| booking.until == Until::End);
             }
-            News::OutputBlocks { count, fraction, .. } => {
+            News::OutputBlocks {
+                count, fraction, ..
+            } => {
                 self.whole += count;
                 if fraction.is_some() {
                     self.faded += std::mem::take(&mut self.whole);
@@ -90,7 +98,10 @@ impl Live {
     /// Whether it stands as the other does, wherever the ranks are here.
     pub fn same(&self, other: &Live) -> bool {
         let like = |(a, b): (&Booking, &Booking)| {
-            a.rank == b.rank && a.until == b.until && a.prompt_tokens == b.prompt_tokens && a.sequences == b.sequences
+            a.rank == b.rank
+                && a.until == b.until
+                && a.prompt_tokens == b.prompt_tokens
+                && a.sequences == b.sequences
         };
         self.begun == other.begun
             && (self.faded, self.whole, self.fraction) == (other.faded, other.whole, other.fraction)
@@ -115,7 +126,8 @@ impl LoadTracker {
         let now = (self.clock)();
         let shares = table.book(&live.bookings, now)?;
         drop(table);
-        let mut mirrored = Reservation::new(self.clone(), live.bookings.clone(), Some(shares), None);
+        let mut mirrored =
+            Reservation::new(self.clone(), live.bookings.clone(), Some(shares), None);
         if live.begun {
             mirrored.first_token();
         }
@@ -128,7 +140,10 @@ impl LoadTracker {
     pub(super) fn tell_booked(&self, bookings: &[Booking]) -> Option<BookingId> {
         let hear = self.news.get()?;
         let id = BookingId(self.numbers.fetch_add(1, Ordering::Relaxed));
-        hear(News::Booked { id, bookings: bookings.to_vec() });
+        hear(News::Booked {
+            id,
+            bookings: bookings.to_vec(),
+        });
         Some(id)
     }
 

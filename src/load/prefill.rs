@@ -33,7 +33,12 @@ pub(super) struct Ticket(u64);
 
 impl Prefills {
     /// Begins one; where there is nothing to compute, there is none.
-    pub(super) fn begin(&mut self, tokens: u64, time: Option<Duration>, now: Instant) -> Option<Ticket> {
+    pub(super) fn begin(
+        &mut self,
+        tokens: u64,
+        time: Option<Duration>,
+        now: Instant,
+    ) -> Option<Ticket> {
         if tokens == 0 {
             return None;
         }
@@ -44,21 +49,37 @@ impl Prefills {
         let ticket = Ticket(self.tickets);
         self.tokens += tokens;
         self.unestimated += usize::from(time.is_none());
-        self.entries.push_back(Entry { ticket, tokens, time });
+        self.entries.push_back(Entry {
+            ticket,
+            tokens,
+            time,
+        });
         Some(ticket)
     }
 
     /// Ends one.
     pub(super) fn end(&mut self, ticket: Ticket, now: Instant) {
-        let Ok(at) = self.entries.binary_search_by_key(&ticket, |entry| entry.ticket) else { return };
-        let Some(ended) = self.entries.remove(at) else { return };
+        let Ok(at) = self
+            .entries
+            .binary_search_by_key(&ticket, |entry| entry.ticket)
+        else {
+            return;
+        };
+        let Some(ended) = self.entries.remove(at) else {
+            return;
+        };
         self.tokens -= ended.tokens;
         self.unestimated -= usize::from(ended.time.is_none());
         if at == 0 {
             self.since = Some(now);
         } else if let (Some(since), Some(time)) = (self.since, ended.time) {
             // The time that this one took was not spent on the anchor.
-            self.since = Some(since.checked_add(time).map_or(now, |moved| moved.min(now)).max(since));
+            self.since = Some(
+                since
+                    .checked_add(time)
+                    .map_or(now, |moved| moved.min(now))
+                    .max(since),
+            );
         }
     }
 
@@ -68,10 +89,18 @@ impl Prefills {
         if self.tokens == 0 {
             return 0;
         }
-        let Some((anchor, since)) = self.entries.front().zip(self.since) else { return 0 };
-        let Some(time) = anchor.time else { return self.tokens };
+        let Some((anchor, since)) = self.entries.front().zip(self.since) else {
+            return 0;
+        };
+        let Some(time) = anchor.time else {
+            return self.tokens;
+        };
         let done = done(anchor.tokens, now.saturating_duration_since(since), time);
-        self.tokens.saturating_sub(if self.unestimated == 0 { done } else { done.min(anchor.tokens) })
+        self.tokens.saturating_sub(if self.unestimated == 0 {
+            done
+        } else {
+            done.min(anchor.tokens)
+        })
     }
 }
 

@@ -33,8 +33,19 @@ impl Reservation {
         told: Option<BookingId>,
     ) -> Self {
         let mut shares = shares.into_iter().flatten();
-        let parts = bookings.into_iter().map(|booking| Part { booking, share: shares.next() }).collect();
-        Self { tracker, parts, told, begun: false }
+        let parts = bookings
+            .into_iter()
+            .map(|booking| Part {
+                booking,
+                share: shares.next(),
+            })
+            .collect();
+        Self {
+            tracker,
+            parts,
+            told,
+            begun: false,
+        }
     }
 
     /// For whom the first booking is.
@@ -65,16 +76,24 @@ impl Reservation {
     /// Whether something of it ended that it did not end itself: a rank has gone, or has come anew.
     pub fn is_cut(&self) -> bool {
         let table = self.tracker.table.lock();
-        self.parts.iter().any(|part| part.share.is_some() && !table.counts(part))
+        self.parts
+            .iter()
+            .any(|part| part.share.is_some() && !table.counts(part))
     }
 
     /// The prefill is done: its share ends, and so do bookings that last until then. Says whether that changed anything;
     /// a second call does not.
     pub fn first_token(&mut self) -> bool {
-        let Self { tracker, parts, told, begun } = self;
+        let Self {
+            tracker,
+            parts,
+            told,
+            begun,
+        } = self;
         let changed = tracker.change(|table, now| any(parts, |part| table.first_token(part, now)));
         if !std::mem::replace(begun, true) {
-            told.iter().for_each(|id| tracker.tell(News::FirstToken(*id)));
+            told.iter()
+                .for_each(|id| tracker.tell(News::FirstToken(*id)));
         }
         changed
     }
@@ -88,26 +107,52 @@ impl Reservation {
     /// The same of several blocks at once.
     pub fn output_blocks(&mut self, count: usize, fraction: Option<f64>) {
         let weight = fraction.and_then(Weight::of);
-        let Self { tracker, parts, told, .. } = self;
+        let Self {
+            tracker,
+            parts,
+            told,
+            ..
+        } = self;
         if count == 0 {
             return;
         }
         tracker.change(|table, _| any(parts, |part| table.output_blocks(part, count, weight)));
-        told.iter().for_each(|id| tracker.tell(News::OutputBlocks { id: *id, count, fraction }));
+        told.iter().for_each(|id| {
+            tracker.tell(News::OutputBlocks {
+                id: *id,
+                count,
+                fraction,
+            })
+        });
     }
 
     /// The first booking counts somewhere else from now on, as far as it had come: what it shall be there is decided and
     /// booked in one critical section with its release. `None` only releases it, and so does a rank that is not there.
     /// Whether it is booked afterwards. `decide` must be quick and must not come back here.
-    pub fn relocate(&mut self, decide: impl FnOnce(&LoadView<'_>, &Booking) -> Option<Booking>) -> bool {
-        let Self { tracker, parts, told, .. } = self;
-        let Some(part) = parts.first_mut().filter(|part| part.share.is_some()) else { return false };
+    pub fn relocate(
+        &mut self,
+        decide: impl FnOnce(&LoadView<'_>, &Booking) -> Option<Booking>,
+    ) -> bool {
+        let Self {
+            tracker,
+            parts,
+            told,
+            ..
+        } = self;
+        let Some(part) = parts.first_mut().filter(|part| part.share.is_some()) else {
+            return false;
+        };
         tracker.change(|table, now| {
             let to = decide(&LoadView::new(table, now), &part.booking);
             table.relocate(part, to, now)
         });
         let to = part.share.as_ref().map(|_| &part.booking);
-        told.iter().for_each(|id| tracker.tell(News::Moved { id: *id, to: to.cloned() }));
+        told.iter().for_each(|id| {
+            tracker.tell(News::Moved {
+                id: *id,
+                to: to.cloned(),
+            })
+        });
         to.is_some()
     }
 
@@ -117,8 +162,15 @@ impl Reservation {
     }
 
     fn give_back(&mut self) -> bool {
-        let Self { tracker, parts, told, .. } = self;
-        told.take().into_iter().for_each(|id| tracker.tell(News::Released(id)));
+        let Self {
+            tracker,
+            parts,
+            told,
+            ..
+        } = self;
+        told.take()
+            .into_iter()
+            .for_each(|id| tracker.tell(News::Released(id)));
         let holds = parts.iter().any(|part| part.share.is_some());
         holds && tracker.change(|table, now| any(parts, |part| table.release(part, now)))
     }
@@ -132,5 +184,7 @@ impl Drop for Reservation {
 
 /// Does it to all parts; whether it was so for any.
 fn any(parts: &mut [Part], mut change: impl FnMut(&mut Part) -> bool) -> bool {
-    parts.iter_mut().fold(false, |changed, part| change(part) | changed)
+    parts
+        .iter_mut()
+        .fold(false, |changed, part| change(part) | changed)
 }

@@ -15,7 +15,10 @@ pub struct Sequences(Prompts);
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Prompts {
     One(Arc<[SequenceHash]>),
-    Several { prompts: Arc<[Arc<[SequenceHash]>]>, distinct: usize },
+    Several {
+        prompts: Arc<[Arc<[SequenceHash]>]>,
+        distinct: usize,
+    },
 }
 
 impl Sequences {
@@ -31,8 +34,15 @@ impl Sequences {
         {
             return only.into();
         }
-        let distinct = prompts.iter().flat_map(|prompt| prompt.iter()).collect::<HashSet<_>>().len();
-        Self(Prompts::Several { prompts: prompts.into(), distinct })
+        let distinct = prompts
+            .iter()
+            .flat_map(|prompt| prompt.iter())
+            .collect::<HashSet<_>>()
+            .len();
+        Self(Prompts::Several {
+            prompts: prompts.into(),
+            distinct,
+        })
     }
 
     /// How many blocks, each counted once, however many of the prompts begin with it.

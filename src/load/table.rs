@@ -64,7 +64,9 @@ impl Table {
 
     #[inline(always)]
     pub(super) fn load(&self, slot: Slot, rank: WorkerRank, now: Instant) -> Option<Load> {
-        self.row(slot).filter(|row| row.rank == rank).map(|row| row.load(now))
+        self.row(slot)
+            .filter(|row| row.rank == rank)
+            .map(|row| row.load(now))
     }
 
     /// How many of these blocks each slot holds, by slot, as far as anybody holds any.
@@ -74,18 +76,32 @@ impl Table {
 
     /// A share for each, or nothing at all.
     pub(super) fn book(&mut self, bookings: &[Booking], now: Instant) -> Option<Vec<Share>> {
-        let there = |booking: &Booking| self.row(booking.slot).is_some_and(|row| row.rank == booking.rank);
+        let there = |booking: &Booking| {
+            self.row(booking.slot)
+                .is_some_and(|row| row.rank == booking.rank)
+        };
         if !bookings.iter().all(there) {
             return None;
         }
-        bookings.iter().map(|booking| self.share(booking, now)).collect()
+        bookings
+            .iter()
+            .map(|booking| self.share(booking, now))
+            .collect()
     }
 
     fn share(&mut self, booking: &Booking, now: Instant) -> Option<Share> {
         let row = self.rows.get_mut(booking.slot.at())?.as_mut()?;
-        let prefill = row.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now);
+        let prefill = row
+            .prefills
+            .begin(booking.prefill_tokens(), booking.prefill_time, now);
         let leaves = row.hold(&mut self.prompts, booking);
-        Some(Share { term: row.term, prefill, leaves, begun: false, outputs: Outputs::default() })
+        Some(Share {
+            term: row.term,
+            prefill,
+            leaves,
+            begun: false,
+            outputs: Outputs::default(),
+        })
     }
 
     pub(super) fn counts(&self, part: &Part) -> bool {
@@ -97,14 +113,29 @@ impl Table {
         if part.booking.until == Until::FirstToken {
             return self.release(part, now);
         }
-        let Some(share) = &mut part.share else { return false };
+        let Some(share) = &mut part.share else {
+            return false;
+        };
         share.begun = true;
         row_of(&mut self.rows, &part.booking, share).is_some_and(|row| row.end_prefill(share, now))
     }
 
-    pub(super) fn output_blocks(&mut self, part: &mut Part, count: usize, weight: Option<Weight>) -> bool {
-        let Some(share) = part.share.as_mut().filter(|_| part.booking.until == Until::End) else { return false };
-        let Some(row) = row_of(&mut self.rows, &part.booking, share) else { return false };
+    pub(super) fn output_blocks(
+        &mut self,
+        part: &mut Part,
+        count: usize,
+        weight: Option<Weight>,
+    ) -> bool {
+        let Some(share) = part
+            .share
+            .as_mut()
+            .filter(|_| part.booking.until == Until::End)
+        else {
+            return false;
+        };
+        let Some(row) = row_of(&mut self.rows, &part.booking, share) else {
+            return false;
+        };
         let before = row.blocks();
         row.weight -= share.outputs.weight();
         share.outputs.add(count, weight);
@@ -116,16 +147,23 @@ impl Table {
     }
 
     pub(super) fn release(&mut self, part: &mut Part, now: Instant) -> bool {
-        let Some(mut share) = part.share.take() else { return false };
+        let Some(mut share) = part.share.take() else {
+            return false;
+        };
         self.leave(&part.booking, &mut share, now)
     }
 
     /// Releases a part and books it anew elsewhere, as far as it had come. Where nobody is there, it is only released.
     pub(super) fn relocate(&mut self, part: &mut Part, to: Option<Booking>, now: Instant) -> bool {
-        let Some(mut share) = part.share.take() else { return false };
+        let Some(mut share) = part.share.take() else {
+            return false;
+        };
         let relieved = self.leave(&part.booking, &mut share, now);
         if let Some(booking) = to
-            && let Some(row) = self.rows.get_mut(booking.slot.at()).and_then(Option::as_mut)
+            && let Some(row) = self
+                .rows
+                .get_mut(booking.slot.at())
+                .and_then(Option::as_mut)
             && row.rank == booking.rank
         {
             part.share = Some(row.take_over(&mut self.prompts, &booking, share, now));
@@ -136,7 +174,9 @@ impl Table {
 
     /// Takes what a share holds out of its row. What was generated stays written in the share.
     fn leave(&mut self, booking: &Booking, share: &mut Share, now: Instant) -> bool {
-        let Some(row) = row_of(&mut self.rows, booking, share) else { return false };
+        let Some(row) = row_of(&mut self.rows, booking, share) else {
+            return false;
+        };
         row.end_prefill(share, now);
         for leaf in share.leaves.drain(..) {
             row.take(self.prompts.remove(leaf, booking.slot));
@@ -147,11 +187,25 @@ impl Table {
     }
 
     pub(super) fn snapshot(&self, now: Instant) -> Vec<RankLoad> {
-        let open = self.rows.iter().enumerate().filter_map(|(slot, row)| Some((slot, row.as_ref()?)));
+        let open = self
+            .rows
+            .iter()
+            .enumerate()
+            .filter_map(|(slot, row)| Some((slot, row.as_ref()?)));
         open.map(|(slot, row)| {
-            let Load { active_blocks, active_prefill_tokens, active_requests } = row.load(now);
+            let Load {
+                active_blocks,
+                active_prefill_tokens,
+                active_requests,
+            } = row.load(now);
             let slot = Slot(slot as u32);
-            RankLoad { slot, rank: row.rank, active_blocks, active_prefill_tokens, active_requests }
+            RankLoad {
+                slot,
+                rank: row.rank,
+                active_blocks,
+                active_prefill_tokens,
+                active_requests,
+            }
         })
         .collect()
     }
@@ -162,13 +216,25 @@ impl Table {
 }
 
 /// The row that a booking was made in, if it is still there.
-fn row_of<'r>(rows: &'r mut [Option<Row>], booking: &Booking, share: &Share) -> Option<&'r mut Row> {
-    rows.get_mut(booking.slot.at())?.as_mut().filter(|row| row.term == share.term)
+fn row_of<'r>(
+    rows: &'r mut [Option<Row>],
+    booking: &Booking,
+    share: &Share,
+) -> Option<&'r mut Row> {
+    rows.get_mut(booking.slot.at())?
+        .as_mut()
+        .filter(|row| row.term == share.term)
 }
 
 impl Row {
     fn new(rank: WorkerRank, term: u64) -> Self {
-        Self { rank, term, requests: 0, prefills: Prefills::default(), weight: 0 }
+        Self {
+            rank,
+            term,
+            requests: 0,
+            prefills: Prefills::default(),
+            weight: 0,
+        }
     }
 
     fn blocks(&self) -> u64 {
@@ -186,17 +252,30 @@ impl Row {
     }
 
     /// Books what another row has just let go of.
-    fn take_over(&mut self, prompts: &mut Tree, booking: &Booking, from: Share, now: Instant) -> Share {
+    fn take_over(
+        &mut self,
+        prompts: &mut Tree,
+        booking: &Booking,
+        from: Share,
+        now: Instant,
+    ) -> Share {
         let prefill = match from.begun {
             true => None,
-            false => self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now),
+            false => self
+                .prefills
+                .begin(booking.prefill_tokens(), booking.prefill_time, now),
         };
         let leaves = self.hold(prompts, booking);
         self.weight += from.outputs.weight();
         if let Some(weight) = from.outputs.weight_of_each() {
             self.take(prompts.fade(&leaves, booking.slot, weight));
         }
-        Share { term: self.term, prefill, leaves, ..from }
+        Share {
+            term: self.term,
+            prefill,
+            leaves,
+            ..from
+        }
     }
 
     fn hold(&mut self, prompts: &mut Tree, booking: &Booking) -> Vec<Leaf> {
@@ -206,7 +285,12 @@ impl Row {
             self.take(change);
             leaf
         };
-        booking.sequences.prompts().iter().filter_map(hold).collect()
+        booking
+            .sequences
+            .prompts()
+            .iter()
+            .filter_map(hold)
+            .collect()
     }
 
     fn take(&mut self, change: Change) {
@@ -215,7 +299,9 @@ impl Row {
 
     fn end_prefill(&mut self, share: &mut Share, now: Instant) -> bool {
         let ticket = share.prefill.take();
-        ticket.into_iter().for_each(|ticket| self.prefills.end(ticket, now));
+        ticket
+            .into_iter()
+            .for_each(|ticket| self.prefills.end(ticket, now));
         ticket.is_some()
     }
 }

@@ -70,11 +70,17 @@ impl Tree {
         let mut end = None;
         self.walk(prompt, |id, reached| end = Some((id, reached)));
         let (known, reached) = match end {
-            Some((id, reached)) if reached < self.nodes[id].to => (Some(self.divide(id, reached)), reached),
+            Some((id, reached)) if reached < self.nodes[id].to => {
+                (Some(self.divide(id, reached)), reached)
+            }
             Some((id, reached)) => (Some(id), reached),
             None => (None, 0),
         };
-        let leaf = if reached < prompt.len() { Some(self.grow(prompt, reached, known)) } else { known };
+        let leaf = if reached < prompt.len() {
+            Some(self.grow(prompt, reached, known))
+        } else {
+            known
+        };
         let (mut change, mut next) = (Change::default(), leaf);
         while let Some(node) = next.map(|id| &mut self.nodes[id]) {
             change.more += node.join(slot);
@@ -110,7 +116,12 @@ impl Tree {
             let node = &mut self.nodes[own[0]];
             let blocks = node.to - node.from;
             let alone = |holder: &&mut Holder| holder.prompts as usize == own.len();
-            if let Some(holder) = node.holder(slot).ok().map(|at| &mut node.holders[at]).filter(alone) {
+            if let Some(holder) = node
+                .holder(slot)
+                .ok()
+                .map(|at| &mut node.holders[at])
+                .filter(alone)
+            {
                 change.less += holder.weight.times(blocks);
                 change.more += weight.times(blocks);
                 holder.weight = weight;
@@ -130,7 +141,10 @@ impl Tree {
         }
         // Children before their parents.
         empty.sort_unstable();
-        let parents: Vec<_> = empty.iter().filter_map(|(_, id)| self.nodes[*id].parent).collect();
+        let parents: Vec<_> = empty
+            .iter()
+            .filter_map(|(_, id)| self.nodes[*id].parent)
+            .collect();
         empty.iter().for_each(|(_, id)| self.unlink(*id));
         parents.into_iter().for_each(|id| self.join_child(id));
     }
@@ -138,7 +152,9 @@ impl Tree {
     /// How many of the blocks of these prompts each slot holds, by slot, as far as anybody holds any.
     pub(super) fn held(&self, prompts: &[Prompt]) -> Vec<u32> {
         let mut path = Vec::new();
-        prompts.iter().for_each(|prompt| self.walk(prompt, |id, reached| path.push((id, Reverse(reached)))));
+        prompts
+            .iter()
+            .for_each(|prompt| self.walk(prompt, |id, reached| path.push((id, Reverse(reached)))));
         if prompts.len() > 1 {
             path.sort_unstable();
             path.dedup_by_key(|(id, _)| *id);
@@ -151,7 +167,9 @@ impl Tree {
                 held.resize(most, 0);
             }
             let blocks = (reached - node.from) as u32;
-            node.holders.iter().for_each(|holder| held[holder.slot.at()] += blocks);
+            node.holders
+                .iter()
+                .for_each(|holder| held[holder.slot.at()] += blocks);
         }
         held
     }
@@ -176,7 +194,15 @@ impl Tree {
     /// A new node for what of a prompt nobody holds.
     fn grow(&mut self, prompt: &Prompt, from: usize, parent: Option<Id>) -> Id {
         let (prompt, to) = (prompt.clone(), prompt.len());
-        let id = self.nodes.insert(Node { parent, prompt, from, to, children: 0, child: 0, holders: Vec::new() });
+        let id = self.nodes.insert(Node {
+            parent,
+            prompt,
+            from,
+            to,
+            children: 0,
+            child: 0,
+            holders: Vec::new(),
+        });
         self.enlist(id);
         self.adopt(parent, id);
         id
@@ -186,7 +212,15 @@ impl Tree {
     fn divide(&mut self, id: Id, at: usize) -> Id {
         let node = &mut self.nodes[id];
         let (prompt, holders) = (node.prompt.clone(), node.holders.clone());
-        let begin = Node { parent: node.parent, prompt, from: node.from, to: at, children: 1, child: id, holders };
+        let begin = Node {
+            parent: node.parent,
+            prompt,
+            from: node.from,
+            to: at,
+            children: 1,
+            child: id,
+            holders,
+        };
         let (parent, first) = (node.parent, node.prompt[node.from]);
         node.from = at;
         let upper = self.nodes.insert(begin);
@@ -202,10 +236,14 @@ impl Tree {
 
     /// Joins a node with its only child, if whoever holds the one holds the other and they are named as one.
     fn join_child(&mut self, id: Id) {
-        let Some(node) = self.nodes.get(id) else { return };
+        let Some(node) = self.nodes.get(id) else {
+            return;
+        };
         let (parent, from, first) = (node.parent, node.from, node.prompt[node.from]);
         let id_below = node.child;
-        let Some(below) = self.nodes.get(id_below).filter(|_| node.children == 1) else { return };
+        let Some(below) = self.nodes.get(id_below).filter(|_| node.children == 1) else {
+            return;
+        };
         if below.holders != node.holders || below.prompt[from] != first {
             return;
         }
@@ -255,7 +293,8 @@ impl Tree {
 
     /// All nodes from these up to the root; those of several as often.
     fn path_of(&self, leaves: &[Leaf]) -> Vec<Id> {
-        let up = |Leaf(leaf): &Leaf| std::iter::successors(Some(*leaf), |id| self.nodes[*id].parent);
+        let up =
+            |Leaf(leaf): &Leaf| std::iter::successors(Some(*leaf), |id| self.nodes[*id].parent);
         leaves.iter().flat_map(up).collect()
     }
 }
@@ -272,13 +311,18 @@ impl Node {
         let mut known = 1..own.len();
         while !known.is_empty() {
             let middle = known.start + known.len() / 2;
-            if own[middle] == asked[middle] { known.start = middle + 1 } else { known.end = middle }
+            if own[middle] == asked[middle] {
+                known.start = middle + 1
+            } else {
+                known.end = middle
+            }
         }
         self.from + known.start
     }
 
     fn holder(&self, slot: Slot) -> Result<usize, usize> {
-        self.holders.binary_search_by_key(&slot, |holder| holder.slot)
+        self.holders
+            .binary_search_by_key(&slot, |holder| holder.slot)
     }
 
     /// One more prompt of a slot; what that makes of the slot's weight.
@@ -290,7 +334,14 @@ impl Node {
             }
             Err(at) => {
                 let weight = Weight::ONE;
-                self.holders.insert(at, Holder { slot, prompts: 1, weight });
+                self.holders.insert(
+                    at,
+                    Holder {
+                        slot,
+                        prompts: 1,
+                        weight,
+                    },
+                );
                 weight.times(self.to - self.from)
             }
         }

@@ -17,7 +17,9 @@ impl TextFormat {
         for range in accept.into_iter().flat_map(|header| header.split(',')) {
             let mut parts = range.split(';').map(str::trim);
             let media_type = parts.next().unwrap_or_default().to_ascii_lowercase();
-            let quality = parts.find_map(|parameter| parameter.strip_prefix("q=")).map_or(Ok(1.0), str::parse);
+            let quality = parts
+                .find_map(|parameter| parameter.strip_prefix("q="))
+                .map_or(Ok(1.0), str::parse);
             let quality: f32 = quality.unwrap_or(0.0);
             match media_type.as_str() {
                 "application/openmetrics-text" => open_metrics = open_metrics.max(quality),
@@ -25,7 +27,11 @@ impl TextFormat {
                 _ => {}
             }
         }
-        if open_metrics > 0.0 && open_metrics >= plain { Self::OpenMetrics } else { Self::Prometheus }
+        if open_metrics > 0.0 && open_metrics >= plain {
+            Self::OpenMetrics
+        } else {
+            Self::Prometheus
+        }
     }
 
     /// Value of the `Content-Type` header.
@@ -58,7 +64,10 @@ fn prometheus_text(open_metrics: &str) -> String {
         };
         if let Some(text) = comment.strip_prefix("HELP ") {
             help = text.split_once(' ');
-        } else if let Some((name, kind)) = comment.strip_prefix("TYPE ").and_then(|text| text.split_once(' ')) {
+        } else if let Some((name, kind)) = comment
+            .strip_prefix("TYPE ")
+            .and_then(|text| text.split_once(' '))
+        {
             let suffix = if kind == "counter" { "_total" } else { "" };
             if let Some((_, text)) = help.take() {
                 page.push_str(&format!("# HELP {name}{suffix} {text}\n"));
@@ -82,14 +91,30 @@ mod tests {
             (&["*/*"], TextFormat::Prometheus),
             (&["text/plain;version=0.0.4"], TextFormat::Prometheus),
             (&["application/openmetrics-text"], TextFormat::OpenMetrics),
-            (&["Application/OpenMetrics-Text; version=1.0.0; q=0.9"], TextFormat::OpenMetrics),
+            (
+                &["Application/OpenMetrics-Text; version=1.0.0; q=0.9"],
+                TextFormat::OpenMetrics,
+            ),
             (&[prometheus], TextFormat::OpenMetrics),
-            (&["text/plain;q=0.9, application/openmetrics-text;q=0.1"], TextFormat::Prometheus),
-            (&["application/openmetrics-text;q=0"], TextFormat::Prometheus),
-            (&["text/plain;q=0.2", "application/openmetrics-text;q=0.5"], TextFormat::OpenMetrics),
+            (
+                &["text/plain;q=0.9, application/openmetrics-text;q=0.1"],
+                TextFormat::Prometheus,
+            ),
+            (
+                &["application/openmetrics-text;q=0"],
+                TextFormat::Prometheus,
+            ),
+            (
+                &["text/plain;q=0.2", "application/openmetrics-text;q=0.5"],
+                TextFormat::OpenMetrics,
+            ),
         ];
         for (accept, expected) in cases {
-            assert_eq!(TextFormat::negotiate(accept.iter().copied()), expected, "{accept:?}");
+            assert_eq!(
+                TextFormat::negotiate(accept.iter().copied()),
+                expected,
+                "{accept:?}"
+            );
         }
     }
 
@@ -99,7 +124,13 @@ mod tests {
                             # TYPE c gauge\n# UNIT c seconds\nc 1.5\n# EOF\n";
         let expected = "# HELP a_b_total Meaning of it.\n# TYPE a_b_total counter\na_b_total{x=\"1\"} 3\n# HELP c Other.\n\
                         # TYPE c gauge\nc 1.5\n";
-        assert_eq!(TextFormat::Prometheus.convert(open_metrics.to_owned()), expected);
-        assert_eq!(TextFormat::OpenMetrics.convert(open_metrics.to_owned()), open_metrics);
+        assert_eq!(
+            TextFormat::Prometheus.convert(open_metrics.to_owned()),
+            expected
+        );
+        assert_eq!(
+            TextFormat::OpenMetrics.convert(open_metrics.to_owned()),
+            open_metrics
+        );
     }
 }

@@ -14,7 +14,9 @@ pub struct ModelLabel {
 
 impl From<&ModelName> for ModelLabel {
     fn from(model: &ModelName) -> Self {
-        Self { model: model.as_str().to_owned() }
+        Self {
+            model: model.as_str().to_owned(),
+        }
     }
 }
 
@@ -78,7 +80,10 @@ pub struct ModelOutcomeLabels {
 impl ModelOutcomeLabels {
     /// The labels of a model.
     pub fn new(model: &ModelName, outcome: &'static str) -> Self {
-        Self { model: model.as_str().to_owned(), outcome }
+        Self {
+            model: model.as_str().to_owned(),
+            outcome,
+        }
     }
 }
 
@@ -103,7 +108,10 @@ pub struct CauseLabels {
 impl CauseLabels {
     /// The labels of a model.
     pub fn new(model: &str, cause: &'static str) -> Self {
-        Self { model: model.to_owned(), cause }
+        Self {
+            model: model.to_owned(),
+            cause,
+        }
     }
 }
 
@@ -119,7 +127,10 @@ pub struct ModelRoleLabels {
 impl ModelRoleLabels {
     /// The labels of a model and the role of one of its workers.
     pub fn new(model: &ModelName, role: Option<Role>) -> Self {
-        Self { model: model.as_str().to_owned(), role: role_name(role) }
+        Self {
+            model: model.as_str().to_owned(),
+            role: role_name(role),
+        }
     }
 }
 
@@ -167,7 +178,11 @@ pub struct RankLabels {
 impl RankLabels {
     /// The labels of a worker rank with the role of its worker.
     pub fn new(rank: WorkerRank, role: Option<Role>) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, role: role_name(role) }
+        Self {
+            worker_id: rank.worker.0,
+            dp_rank: rank.rank.0,
+            role: role_name(role),
+        }
     }
 }
 
@@ -187,7 +202,12 @@ pub struct RankTierLabels {
 impl RankTierLabels {
     /// The labels of one tier of a worker rank.
     pub fn new(rank: &RankLabels, tier: Tier) -> Self {
-        Self { worker_id: rank.worker_id, dp_rank: rank.dp_rank, role: rank.role, tier: tier.as_str() }
+        Self {
+            worker_id: rank.worker_id,
+            dp_rank: rank.dp_rank,
+            role: rank.role,
+            tier: tier.as_str(),
+        }
     }
 }
 
@@ -207,7 +227,12 @@ pub struct RankTrustLabels {
 impl RankTrustLabels {
     /// The labels of one state of a worker rank's source.
     pub fn new(rank: &RankLabels, trust: &'static str) -> Self {
-        Self { worker_id: rank.worker_id, dp_rank: rank.dp_rank, role: rank.role, trust }
+        Self {
+            worker_id: rank.worker_id,
+            dp_rank: rank.dp_rank,
+            role: rank.role,
+            trust,
+        }
     }
 }
 

@@ -66,7 +66,12 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     let body: Body<'_> = serde_json::from_str(text)?;
     let turns = body.messages.ok_or(ParseError::Missing("messages"))?;
     let System(system) = body.system.unwrap_or_default();
-    let sent = body.tools.iter().flatten().map(JsonValue::text_bytes).sum::<usize>();
+    let sent = body
+        .tools
+        .iter()
+        .flatten()
+        .map(JsonValue::text_bytes)
+        .sum::<usize>();
     let text_bytes = turns.text_bytes + system.len() + sent;
     let request = Request {
         stream: body.stream.unwrap_or(false),
@@ -75,8 +80,12 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         extension: body.nvext.map(|raw| raw.get().into()),
         ..Request::by_load(body.model, text_bytes)
     };
-    let (false, Ok(tools)) = (turns.lost, tools::function_tools(body.tools, turns.changes)) else { return Ok(request) };
-    let system = Some(system).filter(|text| !text.is_empty()).map(|text| Message::of("system", text));
+    let (false, Ok(tools)) = (turns.lost, tools::function_tools(body.tools, turns.changes)) else {
+        return Ok(request);
+    };
+    let system = Some(system)
+        .filter(|text| !text.is_empty())
+        .map(|text| Message::of("system", text));
     let messages: Vec<Message> = system.into_iter().chain(turns.messages).collect();
     if messages.is_empty() {
         return Err(ParseError::Empty("messages"));
@@ -89,11 +98,18 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         reasoning_effort: body.output_config.and_then(|config| config.effort),
         put_together: true,
         inline_systems: true,
-        thinking_off: body.thinking.is_some_and(|thinking| thinking.kind.as_deref() == Some("disabled")),
-        forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
+        thinking_off: body
+            .thinking
+            .is_some_and(|thinking| thinking.kind.as_deref() == Some("disabled")),
+        forwarded_tokens: body
+            .kv_transfer_params
+            .is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
-    Ok(Request { prompt: Prompt::Chat(Box::new(chat)), ..request })
+    Ok(Request {
+        prompt: Prompt::Chat(Box::new(chat)),
+        ..request
+    })
 }
 
 /// The text of the system prompt.
@@ -176,8 +192,17 @@ struct Picture {
 
 impl Picture {
     fn of(source: &JsonValue) -> Self {
-        let text = |key| source.get(key).and_then(JsonValue::as_str).map(str::to_owned);
-        Self { kind: text("type"), url: text("url"), data: text("data") }
+        let text = |key| {
+            source
+                .get(key)
+                .and_then(JsonValue::as_str)
+                .map(str::to_owned)
+        };
+        Self {
+            kind: text("type"),
+            url: text("url"),
+            data: text("data"),
+        }
     }
 
     fn part(self) -> Part {
@@ -185,22 +210,38 @@ impl Picture {
             Some("url") => Source::Url(self.url.unwrap_or_default()),
             _ => Source::Base64(self.data.unwrap_or_default()),
         };
-        Part::of_media(Media { modality: Modality::Image, source: Some(source), uuid: None })
+        Part::of_media(Media {
+            modality: Modality::Image,
+            source: Some(source),
+            uuid: None,
+        })
     }
 }
 
 impl Turns {
     /// Adds a message to the conversation; `None` where it cannot be known how.
     fn fold(&mut self, turn: Turn) -> Option<()> {
-        let Blocks { plain, parts, calls, changes, thoughts, results, lost, .. } = turn.content;
+        let Blocks {
+            plain,
+            parts,
+            calls,
+            changes,
+            thoughts,
+            results,
+            lost,
+            ..
+        } = turn.content;
         let is_user = match turn.role.as_str() {
             // What versions of Claude Code call the user.
             "user" | "ctx" | "msg" => true,
             "assistant" => false,
             "system" => {
                 self.changes.extend(changes);
-                let text = plain.filter(|text| !text.starts_with(BILLING)).unwrap_or_else(|| unbilled(parts));
-                self.messages.extend((!text.is_empty()).then(|| Message::of("system", text)));
+                let text = plain
+                    .filter(|text| !text.starts_with(BILLING))
+                    .unwrap_or_else(|| unbilled(parts));
+                self.messages
+                    .extend((!text.is_empty()).then(|| Message::of("system", text)));
                 return (!lost).then_some(());
             }
             _ => return None,
@@ -220,9 +261,19 @@ impl Turns {
         }
         let (role, tool_calls, reasoning) = match is_user {
             true => ("user", None, None),
-            false => ("assistant", Some(calls).filter(|calls| !calls.is_empty()), thoughts),
+            false => (
+                "assistant",
+                Some(calls).filter(|calls| !calls.is_empty()),
+                thoughts,
+            ),
         };
-        self.messages.push(Message { role: role.to_owned(), content, tool_calls, reasoning, ..Message::default() });
+        self.messages.push(Message {
+            role: role.to_owned(),
+            content,
+            tool_calls,
+            reasoning,
+            ..Message::default()
+        });
         Some(())
     }
 }
@@ -230,7 +281,11 @@ impl Turns {
 /// The text of an inline system message.
 fn unbilled(parts: Vec<Part>) -> String {
     let texts = parts.into_iter().filter_map(|part| match part {
-        Part::Typed(Typed { kind: Some(kind), text: Some(text), .. }) if kind == "text" => Some(text),
+        Part::Typed(Typed {
+            kind: Some(kind),
+            text: Some(text),
+            ..
+        }) if kind == "text" => Some(text),
         _ => None,
     });
     texts.filter(|text| !text.starts_with(BILLING)).collect()
@@ -239,7 +294,15 @@ fn unbilled(parts: Vec<Part>) -> String {
 /// A single text is plain content.
 fn joined(parts: Vec<Part>) -> Content {
     match <[Part; 1]>::try_from(parts) {
-        Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == "text" => Content::Text(text),
+        Ok(
+            [
+                Part::Typed(Typed {
+                    kind: Some(kind),
+                    text: Some(text),
+                    ..
+                }),
+            ],
+        ) if kind == "text" => Content::Text(text),
         Ok([part]) => Content::Parts(vec![part]),
         Err(parts) => Content::Parts(parts),
     }
@@ -248,9 +311,12 @@ fn joined(parts: Vec<Part>) -> Content {
 impl Blocks {
     fn fold(&mut self, block: Block) -> Option<()> {
         match block.kind.as_str() {
-            "text" => self
-                .parts
-                .extend(block.text.filter(|text| !text.is_empty()).map(|text| Part::typed("text", Some(text)))),
+            "text" => self.parts.extend(
+                block
+                    .text
+                    .filter(|text| !text.is_empty())
+                    .map(|text| Part::typed("text", Some(text))),
+            ),
             "image" => self.parts.extend(block.source.map(Picture::part)),
             "thinking" => {
                 if let Some(thinking) = block.thinking {
@@ -259,28 +325,46 @@ impl Blocks {
             }
             // A reference counts only in the result of a tool.
             "redacted_thinking" | "tool_reference" => {}
-            "tool_addition" | "tool_removal" => self.changes.push(ToolChange::read(&block.kind, block.tool.as_ref()?)?),
+            "tool_addition" | "tool_removal" => self
+                .changes
+                .push(ToolChange::read(&block.kind, block.tool.as_ref()?)?),
             "tool_use" => {
                 let id = block.id.filter(|id| !id.is_empty()).map(JsonValue::from);
-                let id = id.unwrap_or(JsonValue::Unknown("an id that the engine takes from its clock"));
+                let id = id.unwrap_or(JsonValue::Unknown(
+                    "an id that the engine takes from its clock",
+                ));
                 let arguments = block.input.as_ref().map_or("{}", |input| input.get());
                 if !arguments.starts_with('{') {
                     return None;
                 }
                 let name = block.name.unwrap_or_default();
-                let function = JsonValue::object([("name", name.into()), ("arguments", arguments.into())]);
-                self.calls.push(JsonValue::object([("id", id), ("type", "function".into()), ("function", function)]));
+                let function =
+                    JsonValue::object([("name", name.into()), ("arguments", arguments.into())]);
+                self.calls.push(JsonValue::object([
+                    ("id", id),
+                    ("type", "function".into()),
+                    ("function", function),
+                ]));
             }
             "tool_result" => {
-                let Output { text, images, lost, .. } = block.content.unwrap_or_default();
+                let Output {
+                    text, images, lost, ..
+                } = block.content.unwrap_or_default();
                 if lost {
                     return None;
                 }
                 let tool_call_id = Some(block.tool_use_id.unwrap_or_default());
-                self.results.push(Message { tool_call_id, ..Message::of("tool", text) });
+                self.results.push(Message {
+                    tool_call_id,
+                    ..Message::of("tool", text)
+                });
                 if !images.is_empty() {
                     let content = Some(Content::Parts(images));
-                    self.results.push(Message { role: "user".to_owned(), content, ..Message::default() });
+                    self.results.push(Message {
+                        role: "user".to_owned(),
+                        content,
+                        ..Message::default()
+                    });
                 }
             }
             _ => return None,
@@ -291,10 +375,20 @@ impl Blocks {
 
 impl Block {
     fn text_bytes(&self) -> usize {
-        let texts = [&self.text, &self.thinking].into_iter().flatten().map(String::len).sum::<usize>();
+        let texts = [&self.text, &self.thinking]
+            .into_iter()
+            .flatten()
+            .map(String::len)
+            .sum::<usize>();
         let input = self.input.as_ref().map_or(0, |input| input.get().len());
         let tool = self.tool.as_ref().map_or(0, JsonValue::text_bytes);
-        texts + input + tool + self.content.as_ref().map_or(0, |content| content.text.len())
+        texts
+            + input
+            + tool
+            + self
+                .content
+                .as_ref()
+                .map_or(0, |content| content.text.len())
     }
 }
 
@@ -315,7 +409,9 @@ impl Folded for System {
     }
 
     fn add(&mut self, block: Block) {
-        let text = block.text.filter(|text| block.kind == "text" && !text.starts_with(BILLING));
+        let text = block
+            .text
+            .filter(|text| block.kind == "text" && !text.starts_with(BILLING));
         self.0.push_str(&text.unwrap_or_default());
     }
 }
@@ -340,13 +436,21 @@ impl Folded for Blocks {
     type Element = Block;
 
     fn of_text(text: &str) -> Option<Self> {
-        Some(Self { plain: Some(text.to_owned()), text_bytes: text.len(), ..Self::default() })
+        Some(Self {
+            plain: Some(text.to_owned()),
+            text_bytes: text.len(),
+            ..Self::default()
+        })
     }
 
     fn add(&mut self, block: Block) {
         self.text_bytes += block.text_bytes();
         if self.lost || self.fold(block).is_none() {
-            *self = Self { lost: true, text_bytes: self.text_bytes, ..Self::default() };
+            *self = Self {
+                lost: true,
+                text_bytes: self.text_bytes,
+                ..Self::default()
+            };
         }
     }
 }
@@ -355,7 +459,10 @@ impl Folded for Output {
     type Element = JsonValue;
 
     fn of_text(text: &str) -> Option<Self> {
-        Some(Self { text: text.to_owned(), ..Self::default() })
+        Some(Self {
+            text: text.to_owned(),
+            ..Self::default()
+        })
     }
 
     fn add(&mut self, block: JsonValue) {
@@ -371,7 +478,9 @@ impl Folded for Output {
                     Some(_) => self.lost = true,
                 }
             }
-            Some("image") => self.images.extend(block.get("source").map(|source| Picture::of(source).part())),
+            Some("image") => self
+                .images
+                .extend(block.get("source").map(|source| Picture::of(source).part())),
             // No captured request shows how the engine treats it.
             Some("tool_reference") => self.lost = true,
             // The engine ignores others.
@@ -402,7 +511,8 @@ impl<'de, T: Folded> Visitor<'de> for FoldedVisitor<T> {
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
-        T::of_text(text).ok_or_else(|| E::invalid_type(Unexpected::Str(text), &"a list of messages"))
+        T::of_text(text)
+            .ok_or_else(|| E::invalid_type(Unexpected::Str(text), &"a list of messages"))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<T, A::Error> {

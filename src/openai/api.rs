@@ -110,6 +110,9 @@ impl Api {
 
     /// Whether the bytes of the body are about text, so that their number says something about tokens.
     pub(crate) fn is_text(self) -> bool {
-        !matches!(self, Self::Transcriptions | Self::Translations | Self::ImageEdits | Self::ImageVariations)
+        !matches!(
+            self,
+            Self::Transcriptions | Self::Translations | Self::ImageEdits | Self::ImageVariations
+        )
     }
 }

@@ -13,8 +13,18 @@ use super::{ParseError, Request};
 pub(super) const BYTES_OF_A_TOKEN: usize = 4;
 
 /// The fields with text, of all such APIs.
-const TEXTS: [&str; 10] =
-    ["input", "prompt", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"];
+const TEXTS: [&str; 10] = [
+    "input",
+    "prompt",
+    "query",
+    "queries",
+    "documents",
+    "items",
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+];
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     let Body { model, text } = serde_json::from_str(text)?;

@@ -129,7 +129,10 @@ impl Chat {
 
     /// Bytes of the text that reaches the prompt: messages with their tool calls and reasoning, tools and documents.
     pub fn text_bytes(&self) -> usize {
-        let offered = [&self.tools, &self.documents].into_iter().flatten().flatten();
+        let offered = [&self.tools, &self.documents]
+            .into_iter()
+            .flatten()
+            .flatten();
         let messages = self.messages.iter().map(Message::text_bytes).sum::<usize>();
         messages + offered.map(JsonValue::text_bytes).sum::<usize>()
     }
@@ -140,22 +143,37 @@ impl Chat {
     }
 
     fn parts(&self) -> impl Iterator<Item = &Part> {
-        self.messages.iter().flat_map(|message| match &message.content {
-            Some(Content::Parts(parts)) => &parts[..],
-            _ => &[],
-        })
+        self.messages
+            .iter()
+            .flat_map(|message| match &message.content {
+                Some(Content::Parts(parts)) => &parts[..],
+                _ => &[],
+            })
     }
 }
 
 impl Message {
     /// A message that says a text.
     pub(super) fn of(role: &str, text: String) -> Self {
-        Self { role: role.to_owned(), content: Some(Content::Text(text)), ..Self::default() }
+        Self {
+            role: role.to_owned(),
+            content: Some(Content::Text(text)),
+            ..Self::default()
+        }
     }
 
     fn text_bytes(&self) -> usize {
-        let reasoning = self.reasoning.as_ref().or(self.reasoning_content.as_ref()).map_or(0, String::len);
-        let calls = self.tool_calls.iter().flatten().map(JsonValue::text_bytes).sum::<usize>();
+        let reasoning = self
+            .reasoning
+            .as_ref()
+            .or(self.reasoning_content.as_ref())
+            .map_or(0, String::len);
+        let calls = self
+            .tool_calls
+            .iter()
+            .flatten()
+            .map(JsonValue::text_bytes)
+            .sum::<usize>();
         self.content.as_ref().map_or(0, Content::text_bytes) + reasoning + calls
     }
 }
@@ -241,7 +259,10 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     let options = [&body.media_io_kwargs, &body.mm_processor_kwargs];
     let chat = Chat {
         messages,
-        media_options: options.into_iter().flatten().any(|options| !options.is_empty()),
+        media_options: options
+            .into_iter()
+            .flatten()
+            .any(|options| !options.is_empty()),
         tools: body.tools,
         documents: body.documents,
         add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
@@ -253,7 +274,9 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         put_together: false,
         thinking_off: false,
         brings_tokens: body.input_ids.is_some(),
-        forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
+        forwarded_tokens: body
+            .kv_transfer_params
+            .is_some_and(|params| params.has_tokens()),
         inline_systems: false,
         unfinished: false,
     };

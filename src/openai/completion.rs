@@ -74,7 +74,8 @@ pub(super) fn has_too_many(text: &str) -> bool {
     }
     // Each has a byte, and another that separates it from the next.
     text.len() > 2 * MOST_PROMPTS
-        && serde_json::from_str::<Only>(text).is_ok_and(|only| matches!(only.prompt, Some(Prompts(Prompt::TooMany))))
+        && serde_json::from_str::<Only>(text)
+            .is_ok_and(|only| matches!(only.prompt, Some(Prompts(Prompt::TooMany))))
 }
 
 /// The prompts of a request, in any of the four shapes.
@@ -100,7 +101,8 @@ impl<'de> Visitor<'de> for PromptsVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Prompts, A::Error> {
-        let mixed = || A::Error::invalid_type(Unexpected::Other("another entry"), &"entries of one kind");
+        let mixed =
+            || A::Error::invalid_type(Unexpected::Other("another entry"), &"entries of one kind");
         let mut prompt = match seq.next_element()? {
             None => return Ok(Prompts(Prompt::Texts(Vec::new()))),
             Some(Entry::Text(text)) => Prompt::Texts(vec![text]),
@@ -118,7 +120,9 @@ impl<'de> Visitor<'de> for PromptsVisitor {
         };
         while let Some(entry) = seq.next_element()? {
             match (&mut prompt, entry) {
-                (Prompt::Texts(texts), Entry::Text(_)) if texts.len() == MOST_PROMPTS => return too_many(seq),
+                (Prompt::Texts(texts), Entry::Text(_)) if texts.len() == MOST_PROMPTS => {
+                    return too_many(seq);
+                }
                 (Prompt::Texts(texts), Entry::Text(text)) => texts.push(text),
                 (Prompt::Tokens(lists), Entry::Token(token)) => lists[0].push(token),
                 _ => return Err(mixed()),
@@ -161,7 +165,9 @@ impl<'de> Visitor<'de> for EntryVisitor {
     }
 
     fn visit_u64<E: serde::de::Error>(self, token: u64) -> Result<Entry, E> {
-        u32::try_from(token).map(Entry::Token).map_err(|_| E::invalid_value(Unexpected::Unsigned(token), &"a token"))
+        u32::try_from(token)
+            .map(Entry::Token)
+            .map_err(|_| E::invalid_value(Unexpected::Unsigned(token), &"a token"))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Entry, A::Error> {

@@ -78,7 +78,12 @@ pub fn mend(prefix: &[u8]) -> Option<Mended> {
     if prefix.get(start) != Some(&b'{') {
         return None;
     }
-    let mut mender = Mender { prefix, at: start, whole: start, open: Vec::new() };
+    let mut mender = Mender {
+        prefix,
+        at: start,
+        whole: start,
+        open: Vec::new(),
+    };
     let end = loop {
         match mender.value()? {
             Next::Value => {}
@@ -122,14 +127,20 @@ impl Mender<'_> {
             Some(b'[') => return self.enter(Place::List(0)),
             Some(b'"') => match end_of_text(self.prefix, self.at) {
                 Some(end) => self.at = end,
-                None => return Some(Next::End(End::Text(end_of_cut_text(self.prefix, self.at + 1)))),
+                None => {
+                    return Some(Next::End(End::Text(end_of_cut_text(
+                        self.prefix,
+                        self.at + 1,
+                    ))));
+                }
             },
             Some(b't' | b'f' | b'n') => match word(rest)? {
                 Some(length) => self.at += length,
                 None => return Some(Next::End(End::Between)),
             },
             Some(b'-' | b'0'..=b'9') => {
-                let part = |byte: &&u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+                let part =
+                    |byte: &&u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
                 self.at += rest.iter().take_while(part).count();
                 if self.at == self.prefix.len() {
                     return Some(Next::End(End::Between));
@@ -146,24 +157,43 @@ impl Mender<'_> {
         if self.open.len() == DEEPEST {
             return None;
         }
-        self.open.push(Open { before: self.whole, place });
+        self.open.push(Open {
+            before: self.whole,
+            place,
+        });
         self.at += 1;
         self.whole = self.at;
         self.at = skip_space(self.prefix, self.at);
-        let close = if matches!(place, Place::Object(..)) { b'}' } else { b']' };
-        if self.prefix.get(self.at) == Some(&close) { self.leave() } else { self.field() }
+        let close = if matches!(place, Place::Object(..)) {
+            b'}'
+        } else {
+            b']'
+        };
+        if self.prefix.get(self.at) == Some(&close) {
+            self.leave()
+        } else {
+            self.field()
+        }
     }
 
     /// Goes to the value of the next field or element, which begins here.
     fn field(&mut self) -> Option<Next> {
-        let Some(Open { place: Place::Object(..), .. }) = self.open.last() else { return Some(Next::Value) };
+        let Some(Open {
+            place: Place::Object(..),
+            ..
+        }) = self.open.last()
+        else {
+            return Some(Next::Value);
+        };
         let key = self.at;
         match self.prefix.get(self.at) {
             None => return Some(Next::End(End::Between)),
             Some(b'"') => {}
             Some(_) => return None,
         }
-        let Some(end) = end_of_text(self.prefix, key) else { return Some(Next::End(End::Between)) };
+        let Some(end) = end_of_text(self.prefix, key) else {
+            return Some(Next::End(End::Between));
+        };
         if let Some(open) = self.open.last_mut() {
             open.place = Place::Object(key, end);
         }
@@ -204,15 +234,31 @@ impl Mender<'_> {
     }
 
     fn mended(self, end: End) -> Mended {
-        let Self { prefix, whole, open, .. } = self;
+        let Self {
+            prefix,
+            whole,
+            open,
+            ..
+        } = self;
         let steps = |count: usize| open[..count].iter().map(|open| open.step(prefix)).collect();
         let (mut json, cut) = match end {
             End::Complete => (prefix.to_vec(), Cut::Nowhere),
-            End::Text(end) => ([&prefix[..end], b"\""].concat(), Cut::Text(steps(open.len()))),
-            End::Between => (prefix[..whole].to_vec(), Cut::Between(steps(open.len() - 1))),
+            End::Text(end) => (
+                [&prefix[..end], b"\""].concat(),
+                Cut::Text(steps(open.len())),
+            ),
+            End::Between => (
+                prefix[..whole].to_vec(),
+                Cut::Between(steps(open.len() - 1)),
+            ),
         };
         close(&mut json, &open);
-        Mended { json, cut, open, whole }
+        Mended {
+            json,
+            cut,
+            open,
+            whole,
+        }
     }
 }
 
@@ -243,7 +289,9 @@ impl Open {
             Place::List(index) => Step::Index(index),
             Place::Object(start, end) => {
                 let raw = &prefix[start..end];
-                let key = serde_json::from_slice::<Value>(raw).ok().and_then(|key| key.as_str().map(str::to_owned));
+                let key = serde_json::from_slice::<Value>(raw)
+                    .ok()
+                    .and_then(|key| key.as_str().map(str::to_owned));
                 Step::Key(key.unwrap_or_else(|| String::from_utf8_lossy(raw).into_owned()))
             }
         }
@@ -260,11 +308,13 @@ fn close(json: &mut Vec<u8>, open: &[Open]) {
 /// Length of the word these bytes begin with; `Some(None)` where it is cut, `None` where it is none.
 fn word(rest: &[u8]) -> Option<Option<usize>> {
     let words: [&[u8]; 3] = [b"true", b"false", b"null"];
-    words.into_iter().find_map(|word| match (rest.starts_with(word), word.starts_with(rest)) {
-        (true, _) => Some(Some(word.len())),
-        (false, true) => Some(None),
-        (false, false) => None,
-    })
+    words.into_iter().find_map(
+        |word| match (rest.starts_with(word), word.starts_with(rest)) {
+            (true, _) => Some(Some(word.len())),
+            (false, true) => Some(None),
+            (false, false) => None,
+        },
+    )
 }
 
 /// Where a text that is not closed can be closed: before an escape or a character that is not complete.
@@ -284,7 +334,13 @@ fn end_of_cut_text(prefix: &[u8], start: usize) -> usize {
 /// Bytes of the escape these bytes begin with, the second half of a pair counted with the first.
 fn escape_length(escape: &[u8]) -> usize {
     match escape {
-        [_, b'u', b'd' | b'D', b'8' | b'9' | b'a' | b'A' | b'b' | b'B', ..] => 12,
+        [
+            _,
+            b'u',
+            b'd' | b'D',
+            b'8' | b'9' | b'a' | b'A' | b'b' | b'B',
+            ..,
+        ] => 12,
         [_, b'u', ..] => 6,
         _ => 2,
     }
@@ -292,7 +348,12 @@ fn escape_length(escape: &[u8]) -> usize {
 
 /// Bytes of the character at the end of a text that are not all of it.
 fn cut_character(text: &[u8]) -> usize {
-    let last = text.iter().rev().take(3).position(|byte| byte & 0xc0 != 0x80).map_or(0, |at| at + 1);
+    let last = text
+        .iter()
+        .rev()
+        .take(3)
+        .position(|byte| byte & 0xc0 != 0x80)
+        .map_or(0, |at| at + 1);
     let length = match text.len().checked_sub(last).and_then(|at| text.get(at)) {
         Some(0xc2..=0xdf) => 2,
         Some(0xe0..=0xef) => 3,

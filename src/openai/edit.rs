@@ -33,12 +33,20 @@ pub enum Missing {
 impl<'a> Change<'a> {
     /// The field has this value.
     pub fn set(key: &'a str, json: &'a [u8]) -> Self {
-        Self { key, json, missing: Missing::Added }
+        Self {
+            key,
+            json,
+            missing: Missing::Added,
+        }
     }
 
     /// The field has this value where it is there at all.
     pub fn replace(key: &'a str, json: &'a [u8]) -> Self {
-        Self { key, json, missing: Missing::Left }
+        Self {
+            key,
+            json,
+            missing: Missing::Left,
+        }
     }
 }
 
@@ -55,16 +63,27 @@ pub fn set_field(body: &[u8], key: &str, json: &[u8]) -> Option<Vec<u8>> {
 /// The body with changed fields, each key at most once among `changes`; `None` where it is not a whole JSON object, or has
 /// one of the keys absurdly often.
 pub fn change(body: &[u8], changes: &[Change<'_>]) -> Option<Vec<u8>> {
-    let Fields { first, empty, spans } = fields(body, |name| changes.iter().position(|change| says(name, change.key)))?;
+    let Fields {
+        first,
+        empty,
+        spans,
+    } = fields(body, |name| {
+        changes.iter().position(|change| says(name, change.key))
+    })?;
     let times = |at: usize| spans.iter().filter(|span| span.of == at).count();
     if (0..changes.len()).any(|at| times(at) > MOST_TIMES) {
         return None;
     }
-    let longer: usize = changes.iter().map(|change| change.key.len() + change.json.len() + 8).sum();
+    let longer: usize = changes
+        .iter()
+        .map(|change| change.key.len() + change.json.len() + 8)
+        .sum();
     let mut edited = Vec::with_capacity(body.len() + longer);
     edited.extend_from_slice(&body[..first]);
-    let mut added =
-        changes.iter().enumerate().filter(|(at, change)| change.missing == Missing::Added && times(*at) == 0);
+    let mut added = changes
+        .iter()
+        .enumerate()
+        .filter(|(at, change)| change.missing == Missing::Added && times(*at) == 0);
     let mut any = false;
     for (_, change) in &mut added {
         edited.extend_from_slice(if any { b"," } else { b"" });
@@ -88,7 +107,13 @@ pub fn change(body: &[u8], changes: &[Change<'_>]) -> Option<Vec<u8>> {
 /// `None` where it is not a whole JSON object.
 pub fn look<'b>(body: &'b [u8], keys: &[&str]) -> Option<Vec<(usize, &'b [u8])>> {
     let found = fields(body, |name| keys.iter().position(|key| says(name, key)))?;
-    Some(found.spans.into_iter().map(|Span { of, start, end }| (of, &body[start..end])).collect())
+    Some(
+        found
+            .spans
+            .into_iter()
+            .map(|Span { of, start, end }| (of, &body[start..end]))
+            .collect(),
+    )
 }
 
 /// What an edit needs to know of a body.
@@ -140,7 +165,11 @@ fn fields(body: &[u8], wanted: impl Fn(&[u8]) -> Option<usize>) -> Option<Fields
         }
     }
     // Whoever reads a body with something behind it may read something else than we did.
-    (skip_space(body, at + 1) == body.len()).then_some(Fields { first, empty, spans })
+    (skip_space(body, at + 1) == body.len()).then_some(Fields {
+        first,
+        empty,
+        spans,
+    })
 }
 
 #[cfg(test)]

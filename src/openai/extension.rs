@@ -71,7 +71,9 @@ const LONGEST_IDLE: f64 = 31_536_000.0;
 impl SessionControl {
     /// The time without a request after which the engine may close the session.
     pub fn idle(&self) -> Option<Duration> {
-        let seconds = self.timeout.filter(|seconds| (1.0..=LONGEST_IDLE).contains(seconds))?;
+        let seconds = self
+            .timeout
+            .filter(|seconds| (1.0..=LONGEST_IDLE).contains(seconds))?;
         Some(Duration::from_secs_f64(seconds))
     }
 }
@@ -106,7 +108,9 @@ pub const QUERY: &str = "query_instance_id:";
 impl Extension {
     /// Reads the routing part field by field, so that one bad value does not hide the others.
     pub fn read(raw: &str) -> Self {
-        let Ok(fields) = serde_json::from_str::<BTreeMap<String, &RawValue>>(raw) else { return Self::default() };
+        let Ok(fields) = serde_json::from_str::<BTreeMap<String, &RawValue>>(raw) else {
+            return Self::default();
+        };
         let mut extension = Self::default();
         for (key, value) in fields {
             let text = value.get();
@@ -132,7 +136,9 @@ impl Extension {
 
     /// Whether the choice is asked for and not an answer.
     pub fn is_query(&self) -> bool {
-        self.annotations.iter().any(|annotation| annotation.starts_with(QUERY))
+        self.annotations
+            .iter()
+            .any(|annotation| annotation.starts_with(QUERY))
     }
 }
 

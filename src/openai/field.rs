@@ -10,7 +10,9 @@ use serde_json::value::RawValue;
 pub fn text_of(body: &[u8], path: &str) -> Option<String> {
     let mut value: &RawValue = serde_json::from_slice(body).ok()?;
     for step in path.split('.') {
-        value = serde_json::Deserializer::from_str(value.get()).deserialize_map(Under(step)).ok()??;
+        value = serde_json::Deserializer::from_str(value.get())
+            .deserialize_map(Under(step))
+            .ok()??;
     }
     serde_json::from_str(value.get()).ok()
 }
@@ -81,9 +83,19 @@ mod tests {
             ("e\"s", Some("q")),
         ];
         for (path, expected) in cases {
-            assert_eq!(text_of(body.as_bytes(), path).as_deref(), expected, "{path}");
+            assert_eq!(
+                text_of(body.as_bytes(), path).as_deref(),
+                expected,
+                "{path}"
+            );
         }
-        for bad in [&b"\xff"[..], b"", b"[]", br#"{"t":"top"} x"#, br#"{"t":"top""#] {
+        for bad in [
+            &b"\xff"[..],
+            b"",
+            b"[]",
+            br#"{"t":"top"} x"#,
+            br#"{"t":"top""#,
+        ] {
             assert_eq!(text_of(bad, "t"), None);
         }
     }

@@ -30,14 +30,18 @@ pub(super) fn model(boundary: &str, body: &[u8]) -> Option<String> {
         None => &body[separator.find(body)? + line.len()..],
     };
     for _ in 0..MOST_PARTS {
-        let padding = rest.iter().take_while(|byte| matches!(byte, b' ' | b'\t')).count();
+        let padding = rest
+            .iter()
+            .take_while(|byte| matches!(byte, b' ' | b'\t'))
+            .count();
         // Anything else, above all `--`, ends the form.
         let part = rest[padding..].strip_prefix(b"\r\n")?;
         let window = &part[..part.len().min(LONGEST_HEAD)];
         let head = memmem::find(window, b"\r\n\r\n")?;
         let content = &part[head + 4..];
         if is_model(&part[..head]) {
-            let value = &content[..separator.find(&content[..content.len().min(LONGEST_MODEL + line.len())])?];
+            let value = &content
+                [..separator.find(&content[..content.len().min(LONGEST_MODEL + line.len())])?];
             return std::str::from_utf8(value).ok().map(str::to_owned);
         }
         // A part without content has the boundary right after its head.
@@ -49,12 +53,17 @@ pub(super) fn model(boundary: &str, body: &[u8]) -> Option<String> {
 
 /// Whether a part is the field `model`, by its head.
 fn is_model(head: &[u8]) -> bool {
-    let Ok(head) = std::str::from_utf8(head) else { return false };
+    let Ok(head) = std::str::from_utf8(head) else {
+        return false;
+    };
     head.split("\r\n").any(|line| {
-        let Some((name, value)) = line.split_once(':') else { return false };
+        let Some((name, value)) = line.split_once(':') else {
+            return false;
+        };
         name.trim().eq_ignore_ascii_case("content-disposition")
             && value.split_once(';').is_some_and(|(_, parameters)| {
-                parameter(parameters, "name").as_deref() == Some("model") && parameter(parameters, "filename").is_none()
+                parameter(parameters, "name").as_deref() == Some("model")
+                    && parameter(parameters, "filename").is_none()
             })
     })
 }

@@ -81,14 +81,20 @@ struct Sampling {
 
 /// How long the answer may be. Of a list each prompt has its own, and nothing is said of all.
 fn most_tokens(sampling: Option<&RawValue>) -> Option<u64> {
-    serde_json::from_str::<Sampling>(sampling?.get()).ok()?.max_tokens
+    serde_json::from_str::<Sampling>(sampling?.get())
+        .ok()?
+        .max_tokens
 }
 
 pub(super) fn sglang(text: &str) -> Result<Request, ParseError> {
     let body: Sglang<'_> = serde_json::from_str(text)?;
-    let adapter = body.lora_path.and_then(|path| path.as_str().map(str::to_owned));
+    let adapter = body
+        .lora_path
+        .and_then(|path| path.as_str().map(str::to_owned));
     let model = adapter.or(body.model);
-    let media = [&body.image_data, &body.video_data, &body.audio_data].into_iter().any(Option::is_some);
+    let media = [&body.image_data, &body.video_data, &body.audio_data]
+        .into_iter()
+        .any(Option::is_some);
     let prompt = match (body.text, body.input_ids) {
         _ if body.session_params.is_some() => return Ok(Request::remembered(model, text.len())),
         (prompt, _) if media || body.extra_key.is_some() => {
@@ -121,8 +127,13 @@ pub(super) fn vllm(text: &str) -> Result<Request, ParseError> {
     let is_text = |part: &ContentPart| part.kind.as_deref() == Some("text");
     let text_only = body.features.is_none() && body.content_parts.iter().flatten().all(is_text);
     let prompt = match text_only {
-        true => Prompt::Tokens(vec![tokens.into_iter().map(|LaxInteger(token)| token).collect()]),
-        false => Prompt::Opaque(Opaque { text_bytes: tokens.len() * BYTES_OF_A_TOKEN, because: Hidden::Assembled }),
+        true => Prompt::Tokens(vec![
+            tokens.into_iter().map(|LaxInteger(token)| token).collect(),
+        ]),
+        false => Prompt::Opaque(Opaque {
+            text_bytes: tokens.len() * BYTES_OF_A_TOKEN,
+            because: Hidden::Assembled,
+        }),
     };
     Ok(Request {
         stream: body.stream.unwrap_or(false),

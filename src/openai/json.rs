@@ -53,7 +53,11 @@ impl JsonValue {
         reader.skip_space();
         let value = reader.value(0)?;
         reader.skip_space();
-        if reader.at == text.len() { Ok(value) } else { Err(JsonError::Invalid) }
+        if reader.at == text.len() {
+            Ok(value)
+        } else {
+            Err(JsonError::Invalid)
+        }
     }
 
     /// The text of a string.
@@ -104,7 +108,9 @@ impl JsonValue {
     pub fn is_portable(&self) -> bool {
         match self {
             Self::Null | Self::Bool(_) | Self::String(_) => true,
-            Self::Integer(number) => i64::try_from(*number).is_ok() || u64::try_from(*number).is_ok(),
+            Self::Integer(number) => {
+                i64::try_from(*number).is_ok() || u64::try_from(*number).is_ok()
+            }
             Self::Float(number) => number.is_finite(),
             Self::Array(items) => items.iter().all(Self::is_portable),
             Self::Object(object) => object.values().all(Self::is_portable),
@@ -117,16 +123,29 @@ impl JsonValue {
         match self {
             Self::Null | Self::Bool(_) | Self::Integer(_) | Self::Float(_) | Self::Unknown(_) => 4,
             Self::String(text) => text.len() + 2,
-            Self::Array(items) => 2 + items.iter().map(|item| item.text_bytes() + 2).sum::<usize>(),
+            Self::Array(items) => {
+                2 + items
+                    .iter()
+                    .map(|item| item.text_bytes() + 2)
+                    .sum::<usize>()
+            }
             Self::Object(object) => {
-                2 + object.iter().map(|(key, value)| key.len() + value.text_bytes() + 6).sum::<usize>()
+                2 + object
+                    .iter()
+                    .map(|(key, value)| key.len() + value.text_bytes() + 6)
+                    .sum::<usize>()
             }
         }
     }
 
     /// An object with these entries.
     pub(crate) fn object<const N: usize>(entries: [(&str, JsonValue); N]) -> Self {
-        Self::Object(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+        Self::Object(
+            entries
+                .into_iter()
+                .map(|(key, value)| (key.to_owned(), value))
+                .collect(),
+        )
     }
 }
 
@@ -153,11 +172,16 @@ impl<'de> Deserialize<'de> for JsonValue {
 }
 
 /// A field that is an object, absent or `null`.
-pub(super) fn object<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<JsonObject>, D::Error> {
+pub(super) fn object<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<JsonObject>, D::Error> {
     match Option::<JsonValue>::deserialize(deserializer)? {
         None | Some(JsonValue::Null) => Ok(None),
         Some(JsonValue::Object(object)) => Ok(Some(object)),
-        Some(_) => Err(de::Error::invalid_type(Unexpected::Other("another value"), &"an object")),
+        Some(_) => Err(de::Error::invalid_type(
+            Unexpected::Other("another value"),
+            &"an object",
+        )),
     }
 }
 
@@ -266,7 +290,9 @@ impl JsonReader<'_> {
             ("Infinity", JsonValue::Float(f64::INFINITY)),
             ("-Infinity", JsonValue::Float(f64::NEG_INFINITY)),
         ];
-        let (word, value) = words.into_iter().find(|(word, _)| self.rest().starts_with(word.as_bytes()))?;
+        let (word, value) = words
+            .into_iter()
+            .find(|(word, _)| self.rest().starts_with(word.as_bytes()))?;
         self.at += word.len();
         Some(value)
     }
@@ -292,12 +318,18 @@ impl JsonReader<'_> {
             let long = JsonError::Unsupported("an integer of more than 38 digits");
             return text.parse().map(JsonValue::Integer).map_err(|_| long);
         }
-        text.parse().map(JsonValue::Float).map_err(|_| JsonError::Invalid)
+        text.parse()
+            .map(JsonValue::Float)
+            .map_err(|_| JsonError::Invalid)
     }
 
     /// Steps over digits; how many there were.
     fn digits(&mut self) -> usize {
-        let count = self.rest().iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let count = self
+            .rest()
+            .iter()
+            .take_while(|byte| byte.is_ascii_digit())
+            .count();
         self.at += count;
         count
     }
@@ -312,7 +344,10 @@ mod tests {
         for (text, value) in [
             ("-0", JsonValue::Integer(0)),
             ("18446744073709551616", JsonValue::Integer(1 << 64)),
-            ("123456789012345678901234567890", JsonValue::Integer(123_456_789_012_345_678_901_234_567_890)),
+            (
+                "123456789012345678901234567890",
+                JsonValue::Integer(123_456_789_012_345_678_901_234_567_890),
+            ),
             ("1e21", JsonValue::Float(1e21)),
             ("10000000000000000000.0", JsonValue::Float(1e19)),
             ("1E+2", JsonValue::Float(100.0)),
@@ -321,9 +356,13 @@ mod tests {
         ] {
             assert_eq!(JsonValue::read(text), Ok(value), "{text}");
         }
-        let Ok(JsonValue::Float(zero)) = JsonValue::read("-0.0") else { panic!() };
+        let Ok(JsonValue::Float(zero)) = JsonValue::read("-0.0") else {
+            panic!()
+        };
         assert!(zero == 0.0 && zero.is_sign_negative());
-        let Ok(JsonValue::Float(nan)) = JsonValue::read("NaN") else { panic!() };
+        let Ok(JsonValue::Float(nan)) = JsonValue::read("NaN") else {
+            panic!()
+        };
         assert!(nan.is_nan());
     }
 
@@ -332,7 +371,13 @@ mod tests {
         let read = JsonValue::read(r#" {"x":1,"y":2,"x":{"z":1,"z":2}} "#).unwrap();
         let inner = JsonValue::object([("z", JsonValue::Integer(2))]);
         let entries: Vec<_> = read.as_object().unwrap().iter().collect();
-        assert_eq!(entries, [(&"x".to_owned(), &inner), (&"y".to_owned(), &JsonValue::Integer(2))]);
+        assert_eq!(
+            entries,
+            [
+                (&"x".to_owned(), &inner),
+                (&"y".to_owned(), &JsonValue::Integer(2))
+            ]
+        );
     }
 
     #[test]
@@ -367,7 +412,10 @@ mod tests {
         let shallow = format!("{}1{}", "[".repeat(200), "]".repeat(200));
         assert!(JsonValue::read(&shallow).is_ok());
         for text in [r#""\ud83d""#, &"9".repeat(40), &deep] {
-            assert!(matches!(JsonValue::read(text), Err(JsonError::Unsupported(_))));
+            assert!(matches!(
+                JsonValue::read(text),
+                Err(JsonError::Unsupported(_))
+            ));
             let field: Vec<JsonValue> = serde_json::from_str(&format!("[{text}]")).unwrap();
             assert!(matches!(field[..], [JsonValue::Unknown(_)]));
         }

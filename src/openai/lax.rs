@@ -16,7 +16,9 @@ pub(super) struct LaxInteger<T>(pub(super) T);
 pub(super) struct LaxBool(pub(super) bool);
 
 /// A field that may be absent or `null`.
-pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<i128>>(deserializer: D) -> Result<Option<T>, D::Error> {
+pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<i128>>(
+    deserializer: D,
+) -> Result<Option<T>, D::Error> {
     Ok(Option::<LaxInteger<T>>::deserialize(deserializer)?.map(|LaxInteger(number)| number))
 }
 
@@ -35,7 +37,9 @@ struct IntegerVisitor<T>(PhantomData<T>);
 
 impl<T: TryFrom<i128>> IntegerVisitor<T> {
     fn number<E: de::Error>(self, number: i128) -> Result<LaxInteger<T>, E> {
-        T::try_from(number).map(LaxInteger).map_err(|_| E::invalid_value(Unexpected::Other("a number"), &self))
+        T::try_from(number)
+            .map(LaxInteger)
+            .map_err(|_| E::invalid_value(Unexpected::Other("a number"), &self))
     }
 }
 
@@ -66,8 +70,9 @@ impl<T: TryFrom<i128>> Visitor<'_> for IntegerVisitor<T> {
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Self::Value, E> {
-        let whole =
-            text.split_once('.').filter(|(_, zeros)| zeros.bytes().all(|byte| byte == b'0') && !zeros.is_empty());
+        let whole = text
+            .split_once('.')
+            .filter(|(_, zeros)| zeros.bytes().all(|byte| byte == b'0') && !zeros.is_empty());
         let digits = whole.map_or(text, |(digits, _)| digits);
         match digits.parse() {
             Ok(number) => self.number(number),
@@ -125,7 +130,11 @@ mod tests {
     /// What pydantic 2.13 makes of each value.
     #[test]
     fn values_are_coerced_as_in_pydantic() {
-        let integer = |json: &str| serde_json::from_str(json).ok().map(|LaxInteger::<u32>(number)| number);
+        let integer = |json: &str| {
+            serde_json::from_str(json)
+                .ok()
+                .map(|LaxInteger::<u32>(number)| number)
+        };
         for (json, expected) in [
             ("2", Some(2)),
             ("2.0", Some(2)),

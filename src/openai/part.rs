@@ -163,7 +163,13 @@ const KNOWN: [&str; 18] = [
 ];
 
 /// Keys that go before those of sound and moving images, in the engine's order of looking.
-const EMBEDDINGS: [&str; 5] = ["image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"];
+const EMBEDDINGS: [&str; 5] = [
+    "image_pil",
+    "image_embeds",
+    "audio_embeds",
+    "video_embeds",
+    "prompt_embeds",
+];
 
 impl Part {
     /// What it is to the engine.
@@ -188,7 +194,9 @@ impl Part {
             Part::Bare(_) => None,
             Part::Typed(part) => part.more.as_deref(),
         };
-        more.into_iter().flat_map(|more| &more.extra).filter(|(key, _)| !KNOWN.contains(&key.as_str()))
+        more.into_iter()
+            .flat_map(|more| &more.extra)
+            .filter(|(key, _)| !KNOWN.contains(&key.as_str()))
     }
 
     /// Whether it is something else than text.
@@ -206,13 +214,24 @@ impl Part {
     }
 
     pub(super) fn typed(kind: &str, text: Option<String>) -> Self {
-        Part::Typed(Typed { kind: Some(kind.to_owned()), text, more: None })
+        Part::Typed(Typed {
+            kind: Some(kind.to_owned()),
+            text,
+            more: None,
+        })
     }
 
     pub(crate) fn of_media(media: Media) -> Self {
         let kind = format!("{}_url", media.modality.as_str());
-        let more = More { media: Some(media), ..More::default() };
-        Part::Typed(Typed { kind: Some(kind), text: None, more: Some(Box::new(more)) })
+        let more = More {
+            media: Some(media),
+            ..More::default()
+        };
+        Part::Typed(Typed {
+            kind: Some(kind),
+            text: None,
+            more: Some(Box::new(more)),
+        })
     }
 }
 
@@ -222,18 +241,23 @@ impl Typed {
         let media = more.and_then(|more| more.media.as_ref());
         let named = more.is_some_and(|more| more.uuid.is_some());
         match self.kind.as_deref() {
-            kind if named || kind.is_none() => media.map_or(Meaning::Other(kind.unwrap_or("unnamed")), Meaning::Media),
+            kind if named || kind.is_none() => {
+                media.map_or(Meaning::Other(kind.unwrap_or("unnamed")), Meaning::Media)
+            }
             Some("text") => self.text.as_deref().map_or(Meaning::Nothing, Meaning::Text),
-            Some("refusal") => more.and_then(|more| more.refusal.as_deref()).map_or(Meaning::Nothing, Meaning::Text),
-            Some(kind @ ("input_text" | "output_text")) => {
-                self.text.as_deref().map_or(Meaning::Hollow(kind), Meaning::Text)
-            }
-            Some(kind @ "thinking") => {
-                more.and_then(|more| more.thinking.as_deref()).map_or(Meaning::Hollow(kind), Meaning::Text)
-            }
-            Some(kind @ "tool_reference") => {
-                more.and_then(|more| more.name.as_deref()).map_or(Meaning::Hollow(kind), Meaning::Reference)
-            }
+            Some("refusal") => more
+                .and_then(|more| more.refusal.as_deref())
+                .map_or(Meaning::Nothing, Meaning::Text),
+            Some(kind @ ("input_text" | "output_text")) => self
+                .text
+                .as_deref()
+                .map_or(Meaning::Hollow(kind), Meaning::Text),
+            Some(kind @ "thinking") => more
+                .and_then(|more| more.thinking.as_deref())
+                .map_or(Meaning::Hollow(kind), Meaning::Text),
+            Some(kind @ "tool_reference") => more
+                .and_then(|more| more.name.as_deref())
+                .map_or(Meaning::Hollow(kind), Meaning::Reference),
             Some(kind) => media.map_or(Meaning::Other(kind), Meaning::Media),
             None => Meaning::Other("unnamed"),
         }
@@ -298,7 +322,11 @@ impl Sound {
 
 impl Wire {
     /// Reads the value of a key. For media a key counts as present even if its value is `null`.
-    fn read<'de, A: MapAccess<'de>>(&mut self, key: Cow<'de, str>, part: &mut A) -> Result<(), A::Error> {
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        key: Cow<'de, str>,
+        part: &mut A,
+    ) -> Result<(), A::Error> {
         match &*key {
             "type" => self.kind = part.next_value()?,
             "text" => self.text = part.next_value()?,
@@ -352,9 +380,29 @@ impl From<Wire> for Typed {
         };
         let name = wire.uuid.as_ref().map(name_of);
         let media = media.filter(|_| name != Some(None));
-        let media = media.map(|(modality, source)| Media { modality, source, uuid: name.flatten() });
-        let Wire { kind, text, refusal, thinking, name, uuid, extra, .. } = wire;
-        let more = More { refusal, thinking, name, uuid, media, extra };
+        let media = media.map(|(modality, source)| Media {
+            modality,
+            source,
+            uuid: name.flatten(),
+        });
+        let Wire {
+            kind,
+            text,
+            refusal,
+            thinking,
+            name,
+            uuid,
+            extra,
+            ..
+        } = wire;
+        let more = More {
+            refusal,
+            thinking,
+            name,
+            uuid,
+            media,
+            extra,
+        };
         let more = (more != More::default()).then(|| Box::new(more));
         Self { kind, text, more }
     }
@@ -376,35 +424,75 @@ mod tests {
             uuid: uuid.map(str::to_owned),
         };
         for (json, media) in [
-            (r#"{"type":"image_url","image_url":{"url":"u","detail":"low"}}"#, image(Some("u"), None)),
-            (r#"{"type":"image_url","image_url":"u"}"#, image(Some("u"), None)),
+            (
+                r#"{"type":"image_url","image_url":{"url":"u","detail":"low"}}"#,
+                image(Some("u"), None),
+            ),
+            (
+                r#"{"type":"image_url","image_url":"u"}"#,
+                image(Some("u"), None),
+            ),
             (r#"{"image_url":"u"}"#, image(Some("u"), None)),
-            (r#"{"type":"input_image","image_url":"u"}"#, image(Some("u"), None)),
-            (r#"{"type":"image_url","image_url":null,"uuid":"n"}"#, image(None, Some("n"))),
-            (r#"{"type":"any","image_url":{"url":"u"},"uuid":"n"}"#, image(Some("u"), Some("n"))),
+            (
+                r#"{"type":"input_image","image_url":"u"}"#,
+                image(Some("u"), None),
+            ),
+            (
+                r#"{"type":"image_url","image_url":null,"uuid":"n"}"#,
+                image(None, Some("n")),
+            ),
+            (
+                r#"{"type":"any","image_url":{"url":"u"},"uuid":"n"}"#,
+                image(Some("u"), Some("n")),
+            ),
             (r#"{"type":"image_url","image_url":7}"#, image(None, None)),
-            (r#"{"type":"image_url","image_url":"u","uuid":7}"#, image(Some("u"), Some("7"))),
+            (
+                r#"{"type":"image_url","image_url":"u","uuid":7}"#,
+                image(Some("u"), Some("7")),
+            ),
         ] {
             assert_eq!(part(json).meaning(), Meaning::Media(&media), "{json}");
         }
         let sound = part(r#"{"type":"input_audio","input_audio":{"data":"AA","format":"wav"}}"#);
-        let Meaning::Media(Media { modality: Modality::Audio, source: Some(Source::Base64(_)), .. }) = sound.meaning()
+        let Meaning::Media(Media {
+            modality: Modality::Audio,
+            source: Some(Source::Base64(_)),
+            ..
+        }) = sound.meaning()
         else {
             panic!("{sound:?}")
         };
         for (json, meaning) in [
             (r#""a""#, Meaning::Text("a")),
-            (r#"{"type":"text","text":"a","cache_control":{}}"#, Meaning::Text("a")),
+            (
+                r#"{"type":"text","text":"a","cache_control":{}}"#,
+                Meaning::Text("a"),
+            ),
             (r#"{"type":"text","text":null}"#, Meaning::Nothing),
             (r#"{"type":"refusal","refusal":"a"}"#, Meaning::Text("a")),
             (r#"{"type":"thinking","thinking":"a"}"#, Meaning::Text("a")),
             (r#"{"type":"input_text"}"#, Meaning::Hollow("input_text")),
-            (r#"{"type":"tool_reference","name":"f"}"#, Meaning::Reference("f")),
-            (r#"{"type":"text","text":"a","uuid":"u"}"#, Meaning::Other("text")),
-            (r#"{"type":"image_url","image_url":"u","uuid":[]}"#, Meaning::Other("image_url")),
+            (
+                r#"{"type":"tool_reference","name":"f"}"#,
+                Meaning::Reference("f"),
+            ),
+            (
+                r#"{"type":"text","text":"a","uuid":"u"}"#,
+                Meaning::Other("text"),
+            ),
+            (
+                r#"{"type":"image_url","image_url":"u","uuid":[]}"#,
+                Meaning::Other("image_url"),
+            ),
             (r#"{"text":"a"}"#, Meaning::Other("unnamed")),
-            (r#"{"type":"image_embeds","image_embeds":"AA"}"#, Meaning::Other("image_embeds")),
-            (r#"{"image_embeds":"AA","video_url":"u"}"#, Meaning::Other("unnamed")),
+            (
+                r#"{"type":"image_embeds","image_embeds":"AA"}"#,
+                Meaning::Other("image_embeds"),
+            ),
+            (
+                r#"{"image_embeds":"AA","video_url":"u"}"#,
+                Meaning::Other("unnamed"),
+            ),
         ] {
             assert_eq!(part(json).meaning(), meaning, "{json}");
         }
@@ -412,7 +500,8 @@ mod tests {
 
     #[test]
     fn only_keys_that_the_engine_does_not_know_reach_templates() {
-        let part = part(r#"{"type":"text","text":"a","cache_control":{"x":1},"name":"n","file":1}"#);
+        let part =
+            part(r#"{"type":"text","text":"a","cache_control":{"x":1},"name":"n","file":1}"#);
         let extra: Vec<_> = part.extra().map(|(key, _)| key.as_str()).collect();
         assert_eq!(extra, ["cache_control"]);
     }

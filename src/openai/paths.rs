@@ -98,18 +98,28 @@ impl PathsConfig {
                 let place = [Step::from(key), at.into()];
                 let suffix = written.trim_matches('/');
                 if suffix.is_empty() || suffix.contains(['?', '#', ' ']) {
-                    let text = format!("`{written}` is not the end of a path; write for example chat/completions");
+                    let text = format!(
+                        "`{written}` is not the end of a path; write for example chat/completions"
+                    );
                     problems.push(Problem::at(place, text));
                 } else if let Some((other, _)) = seen.iter().find(|(_, known)| *known == suffix) {
-                    let text = format!("`{written}` is a path of `{other}` already; leave one of them out");
+                    let text = format!(
+                        "`{written}` is a path of `{other}` already; leave one of them out"
+                    );
                     problems.push(Problem::at(place, text));
                 } else {
                     seen.push((key, suffix));
                 }
             }
         }
-        for (at, name) in self.headers.iter().enumerate().filter(|(_, name)| !is_header(name)) {
-            let text = format!("`{name}` is not the name of a header; write for example x-original-path");
+        for (at, name) in self
+            .headers
+            .iter()
+            .enumerate()
+            .filter(|(_, name)| !is_header(name))
+        {
+            let text =
+                format!("`{name}` is not the name of a header; write for example x-original-path");
             problems.push(Problem::at([Step::from("headers"), at.into()], text));
         }
         problems
@@ -117,7 +127,10 @@ impl PathsConfig {
 }
 
 fn is_header(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
+    !name.is_empty()
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
 }
 
 /// A path without percent signs, where they stand for text.
@@ -126,8 +139,13 @@ fn decoded(path: &str) -> String {
     let mut rest = path.as_bytes();
     while let [first, after @ ..] = rest {
         let digit = |at: usize| char::from(*after.get(at)?).to_digit(16);
-        let code = (*first == b'%').then(|| Some(digit(0)? << 4 | digit(1)?)).flatten();
-        bytes.push(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(*first));
+        let code = (*first == b'%')
+            .then(|| Some(digit(0)? << 4 | digit(1)?))
+            .flatten();
+        bytes.push(
+            code.and_then(|code| u8::try_from(code).ok())
+                .unwrap_or(*first),
+        );
         rest = if code.is_some() { &after[2..] } else { after };
     }
     String::from_utf8_lossy(&bytes).into_owned()
@@ -151,11 +169,21 @@ impl Paths {
     /// The paths that are configured.
     pub fn new(config: &PathsConfig) -> Self {
         let endings = |(api, _, list): (Api, _, &[String])| -> Vec<(Box<str>, Api)> {
-            list.iter().map(|suffix| (suffix.trim_matches('/').into(), api)).collect()
+            list.iter()
+                .map(|suffix| (suffix.trim_matches('/').into(), api))
+                .collect()
         };
-        let mut suffixes: Vec<_> = config.lists().flat_map(endings).filter(|(suffix, _)| !suffix.is_empty()).collect();
+        let mut suffixes: Vec<_> = config
+            .lists()
+            .flat_map(endings)
+            .filter(|(suffix, _)| !suffix.is_empty())
+            .collect();
         suffixes.sort_by_key(|(suffix, _)| std::cmp::Reverse(suffix.len()));
-        let headers = config.headers.iter().map(|name| name.to_ascii_lowercase()).collect();
+        let headers = config
+            .headers
+            .iter()
+            .map(|name| name.to_ascii_lowercase())
+            .collect();
         Self { suffixes, headers }
     }
 
@@ -165,14 +193,23 @@ impl Paths {
         // Engines decode paths, so that another spelling must not be a way past us.
         let decoded = path.contains('%').then(|| decoded(path));
         let path = decoded.as_deref().unwrap_or(path).trim_end_matches('/');
-        let ends =
-            |suffix: &str| path.strip_suffix(suffix).is_some_and(|before| before.is_empty() || before.ends_with('/'));
-        self.suffixes.iter().find(|(suffix, _)| ends(suffix)).map(|(_, api)| *api)
+        let ends = |suffix: &str| {
+            path.strip_suffix(suffix)
+                .is_some_and(|before| before.is_empty() || before.ends_with('/'))
+        };
+        self.suffixes
+            .iter()
+            .find(|(suffix, _)| ends(suffix))
+            .map(|(_, api)| *api)
     }
 
     /// The API of a request: of its path, or else of the first configured header whose path is known.
     pub fn of<'h>(&self, path: &str, header: impl Fn(&str) -> Option<Cow<'h, str>>) -> Option<Api> {
-        let by_header = || self.headers.iter().find_map(|name| self.find(header(name)?.trim()));
+        let by_header = || {
+            self.headers
+                .iter()
+                .find_map(|name| self.find(header(name)?.trim()))
+        };
         self.find(path).or_else(by_header)
     }
 }

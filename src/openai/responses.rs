@@ -66,9 +66,14 @@ fn disabled() -> Option<String> {
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     let body: Body<'_> = serde_json::from_str(text)?;
-    let stored = [&body.previous_response, &body.previous_input_messages, &body.conversation, &body.prompt];
-    let remembered =
-        body.previous_response_id.is_some_and(|id| !id.is_empty()) || stored.into_iter().any(Option::is_some);
+    let stored = [
+        &body.previous_response,
+        &body.previous_input_messages,
+        &body.conversation,
+        &body.prompt,
+    ];
+    let remembered = body.previous_response_id.is_some_and(|id| !id.is_empty())
+        || stored.into_iter().any(Option::is_some);
     let input = body.input.ok_or(ParseError::Missing("input"))?;
     let instructions = body.instructions.filter(|text| !text.is_empty());
     let tools = body.tools.unwrap_or_default();
@@ -83,10 +88,15 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         ..Request::by_load(body.model, text_bytes)
     };
     if remembered || input.remembered {
-        let prompt = Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered });
+        let prompt = Prompt::Opaque(Opaque {
+            text_bytes,
+            because: Hidden::Remembered,
+        });
         return Ok(Request { prompt, ..request });
     }
-    let (false, None | Some(Some(_))) = (input.lost, &shown) else { return Ok(request) };
+    let (false, None | Some(Some(_))) = (input.lost, &shown) else {
+        return Ok(request);
+    };
     let system = instructions.map(|text| Message::of("system", text));
     let messages: Vec<Message> = system.into_iter().chain(input.messages).collect();
     if messages.is_empty() {
@@ -100,7 +110,9 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning.and_then(|reasoning| reasoning.effort),
         put_together: true,
-        forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
+        forwarded_tokens: body
+            .kv_transfer_params
+            .is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
     let tokenization = Tokenization {
@@ -108,7 +120,11 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         truncate_prompt_tokens: (body.truncation.as_deref() != Some("disabled")).then_some(-1),
         ..Tokenization::default()
     };
-    Ok(Request { tokenization, prompt: Prompt::Chat(Box::new(chat)), ..request })
+    Ok(Request {
+        tokenization,
+        prompt: Prompt::Chat(Box::new(chat)),
+        ..request
+    })
 }
 
 /// The tools that the template sees, in the form of chat completions; `None` where the engine refuses one.
@@ -120,9 +136,14 @@ fn function_tools(tools: &[JsonValue]) -> Option<Vec<JsonValue>> {
             "function" => shown.push(shown_function(tool.clone())),
             "custom" => shown.push(shown_function(custom_function(tool)?)),
             "namespace" => {
-                let JsonValue::Array(inner) = tool.get("tools")? else { return None };
+                let JsonValue::Array(inner) = tool.get("tools")? else {
+                    return None;
+                };
                 for function in inner {
-                    shown.extend(namespace_function(tool.get("name")?.as_str()?, function.as_object()?)?);
+                    shown.extend(namespace_function(
+                        tool.get("name")?.as_str()?,
+                        function.as_object()?,
+                    )?);
                 }
             }
             // Others are for the engine itself or for a server.
@@ -133,14 +154,20 @@ fn function_tools(tools: &[JsonValue]) -> Option<Vec<JsonValue>> {
 }
 
 fn shown_function(function: JsonObject) -> JsonValue {
-    JsonValue::object([("type", "function".into()), ("function", JsonValue::Object(function))])
+    JsonValue::object([
+        ("type", "function".into()),
+        ("function", JsonValue::Object(function)),
+    ])
 }
 
 /// The function with one text that stands for a tool of free form.
 fn custom_function(tool: &JsonObject) -> Option<JsonObject> {
     let text = JsonValue::object([
         ("type", "string".into()),
-        ("description", "The freeform text payload for this tool.".into()),
+        (
+            "description",
+            "The freeform text payload for this tool.".into(),
+        ),
     ]);
     let parameters = JsonValue::object([
         ("type", "object".into()),
@@ -149,8 +176,17 @@ fn custom_function(tool: &JsonObject) -> Option<JsonObject> {
         ("additionalProperties", JsonValue::Bool(false)),
     ]);
     let description = tool.get("description").cloned().unwrap_or(JsonValue::Null);
-    let entries = [("name", tool.get("name")?.clone()), ("description", description), ("parameters", parameters)];
-    Some(entries.map(|(key, value)| (key.to_owned(), value)).into_iter().collect())
+    let entries = [
+        ("name", tool.get("name")?.clone()),
+        ("description", description),
+        ("parameters", parameters),
+    ];
+    Some(
+        entries
+            .map(|(key, value)| (key.to_owned(), value))
+            .into_iter()
+            .collect(),
+    )
 }
 
 /// A tool of a namespace, if it is shown at all.
@@ -233,11 +269,17 @@ impl Input {
             }
             (None | Some("message"), Some("user" | "system" | "developer")) => {
                 let content = Some(item.content?);
-                self.messages.push(Message { role: item.role?, content, ..Message::default() });
+                self.messages.push(Message {
+                    role: item.role?,
+                    content,
+                    ..Message::default()
+                });
             }
             (Some("reasoning"), _) => self.think(item)?,
             (Some("function_call"), _) => {
-                let JsonValue::String(arguments) = item.arguments? else { return None };
+                let JsonValue::String(arguments) = item.arguments? else {
+                    return None;
+                };
                 let name = item.name?;
                 let name = match item.namespace {
                     None | Some(JsonValue::Null) => name,
@@ -248,18 +290,27 @@ impl Input {
                 self.call(item.call_id?, name, arguments)?;
             }
             (Some("custom_tool_call"), _) => {
-                let JsonValue::String(text) = item.input? else { return None };
+                let JsonValue::String(text) = item.input? else {
+                    return None;
+                };
                 let arguments = serde_json::json!({"input": text}).to_string();
                 self.call(item.call_id?, item.name?, arguments)?;
             }
             (Some("function_call_output" | "custom_tool_call_output"), _) => {
                 let output = item.output.filter(|output| match output {
                     Content::Text(_) => true,
-                    Content::Parts(parts) => parts.iter().all(|part| text_of(part, &["input_text"]).is_some()),
+                    Content::Parts(parts) => parts
+                        .iter()
+                        .all(|part| text_of(part, &["input_text"]).is_some()),
                 });
                 let content = Some(output?);
                 let tool_call_id = Some(item.call_id?);
-                self.messages.push(Message { role: "tool".to_owned(), content, tool_call_id, ..Message::default() });
+                self.messages.push(Message {
+                    role: "tool".to_owned(),
+                    content,
+                    tool_call_id,
+                    ..Message::default()
+                });
             }
             _ => return None,
         }
@@ -267,17 +318,28 @@ impl Input {
     }
 
     fn think(&mut self, item: Item) -> Option<()> {
-        if item.encrypted_content.is_some_and(|content| !content.is_empty()) {
+        if item
+            .encrypted_content
+            .is_some_and(|content| !content.is_empty())
+        {
             return None;
         }
-        let filled = |content: &Content| !matches!(content, Content::Parts(parts) if parts.is_empty());
+        let filled =
+            |content: &Content| !matches!(content, Content::Parts(parts) if parts.is_empty());
         let reasoning = match (item.content.filter(filled), item.summary.filter(filled)) {
-            (Some(Content::Parts(parts)), _) => text_of(parts.first()?, &["reasoning_text"])?.to_owned(),
-            (None, Some(Content::Parts(parts))) => text_of(parts.first()?, &["summary_text"])?.to_owned(),
+            (Some(Content::Parts(parts)), _) => {
+                text_of(parts.first()?, &["reasoning_text"])?.to_owned()
+            }
+            (None, Some(Content::Parts(parts))) => {
+                text_of(parts.first()?, &["summary_text"])?.to_owned()
+            }
             (None, None) => String::new(),
             _ => return None,
         };
-        let message = match self.assistant().filter(|message| message.reasoning.is_none()) {
+        let message = match self
+            .assistant()
+            .filter(|message| message.reasoning.is_none())
+        {
             Some(message) => message,
             None => self.begin_assistant(),
         };
@@ -287,8 +349,16 @@ impl Input {
 
     fn call(&mut self, call_id: String, name: String, arguments: String) -> Option<()> {
         let function = JsonValue::object([("name", name.into()), ("arguments", arguments.into())]);
-        let call = JsonValue::object([("id", call_id.into()), ("function", function), ("type", "function".into())]);
-        let message = match self.messages.last().is_some_and(|message| message.role == "assistant") {
+        let call = JsonValue::object([
+            ("id", call_id.into()),
+            ("function", function),
+            ("type", "function".into()),
+        ]);
+        let message = match self
+            .messages
+            .last()
+            .is_some_and(|message| message.role == "assistant")
+        {
             true => self.messages.last_mut()?,
             false => self.begin_assistant(),
         };
@@ -299,11 +369,16 @@ impl Input {
 
     /// The last message, if it is the assistant's.
     fn assistant(&mut self) -> Option<&mut Message> {
-        self.messages.last_mut().filter(|message| message.role == "assistant")
+        self.messages
+            .last_mut()
+            .filter(|message| message.role == "assistant")
     }
 
     fn begin_assistant(&mut self) -> &mut Message {
-        self.messages.push(Message { role: "assistant".to_owned(), ..Message::default() });
+        self.messages.push(Message {
+            role: "assistant".to_owned(),
+            ..Message::default()
+        });
         let last = self.messages.len() - 1;
         &mut self.messages[last]
     }
@@ -311,8 +386,13 @@ impl Input {
 
 impl Item {
     fn text_bytes(&self) -> usize {
-        let contents = [&self.content, &self.summary, &self.output].into_iter().flatten();
-        let texts = [&self.arguments, &self.input].into_iter().flatten().filter_map(JsonValue::as_str);
+        let contents = [&self.content, &self.summary, &self.output]
+            .into_iter()
+            .flatten();
+        let texts = [&self.arguments, &self.input]
+            .into_iter()
+            .flatten()
+            .filter_map(JsonValue::as_str);
         contents.map(Content::text_bytes).sum::<usize>() + texts.map(str::len).sum::<usize>()
     }
 }
@@ -321,14 +401,20 @@ impl Item {
 fn first_text(content: Content) -> Option<String> {
     match content {
         Content::Text(text) => Some(text),
-        Content::Parts(parts) => Some(text_of(parts.first()?, &["output_text", "input_text"])?.to_owned()),
+        Content::Parts(parts) => {
+            Some(text_of(parts.first()?, &["output_text", "input_text"])?.to_owned())
+        }
     }
 }
 
 /// The text of a part of one of these types.
 fn text_of<'p>(part: &'p Part, kinds: &[&str]) -> Option<&'p str> {
     match part {
-        Part::Typed(Typed { kind: Some(kind), text, .. }) if kinds.contains(&kind.as_str()) => text.as_deref(),
+        Part::Typed(Typed {
+            kind: Some(kind),
+            text,
+            ..
+        }) if kinds.contains(&kind.as_str()) => text.as_deref(),
         _ => None,
     }
 }
@@ -350,7 +436,11 @@ impl<'de> Visitor<'de> for InputVisitor {
 
     fn visit_str<E>(self, text: &str) -> Result<Input, E> {
         let messages = vec![Message::of("user", text.to_owned())];
-        Ok(Input { messages, text_bytes: text.len(), ..Input::default() })
+        Ok(Input {
+            messages,
+            text_bytes: text.len(),
+            ..Input::default()
+        })
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Input, A::Error> {

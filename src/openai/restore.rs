@@ -72,16 +72,26 @@ impl Restorer {
 
     /// What goes on of the next bytes; borrowed where they go on as they are.
     pub fn push<'a>(&mut self, chunk: &'a [u8]) -> Cow<'a, [u8]> {
-        let mut passage = Passage { chunk, copied: 0, value: 0, out: Vec::new() };
+        let mut passage = Passage {
+            chunk,
+            copied: 0,
+            value: 0,
+            out: Vec::new(),
+        };
         let mut at = 0;
         while at < chunk.len() {
             at = match self.line {
                 Line::Unknown => self.look(chunk, at),
                 Line::Whole => self.walk(&mut passage, at, chunk.len()),
                 Line::Data => {
-                    let end = memchr2(b'\n', b'\r', &chunk[at..]).map_or(chunk.len(), |found| at + found);
+                    let end =
+                        memchr2(b'\n', b'\r', &chunk[at..]).map_or(chunk.len(), |found| at + found);
                     let at = self.walk(&mut passage, at, end);
-                    if at < chunk.len() && at == end { self.end_line(&mut passage, at) } else { at }
+                    if at < chunk.len() && at == end {
+                        self.end_line(&mut passage, at)
+                    } else {
+                        at
+                    }
                 }
                 Line::Other => match memchr2(b'\n', b'\r', &chunk[at..]) {
                     Some(found) => self.end_line(&mut passage, at + found),
@@ -124,7 +134,11 @@ impl Restorer {
         };
         if byte == FIELD[matched] {
             let whole = matched + 1 == FIELD.len();
-            self.line = if whole { Line::Data } else { Line::Begun(matched + 1) };
+            self.line = if whole {
+                Line::Data
+            } else {
+                Line::Begun(matched + 1)
+            };
             if whole && self.walker.is_done() {
                 self.walker.restart();
             }
@@ -148,7 +162,11 @@ impl Restorer {
             self.release(passage);
             self.walker.end_line();
         }
-        self.line = if passage.chunk[at] == b'\r' { Line::Returned } else { Line::Begun(0) };
+        self.line = if passage.chunk[at] == b'\r' {
+            Line::Returned
+        } else {
+            Line::Begun(0)
+        };
         at + 1
     }
 
@@ -206,7 +224,8 @@ impl Restorer {
 impl<'a> Passage<'a> {
     /// Puts something else in the place of the value that ends at `end`.
     fn replace(&mut self, end: usize, by: &[u8]) {
-        self.out.extend_from_slice(&self.chunk[self.copied..self.value]);
+        self.out
+            .extend_from_slice(&self.chunk[self.copied..self.value]);
         self.out.extend_from_slice(by);
         self.copied = end;
     }
@@ -226,7 +245,9 @@ fn may_say(raw: &[u8], text: &str) -> bool {
     match memchr(b'\\', begun) {
         None => text.as_bytes().starts_with(begun),
         // A byte is at most six when it is escaped.
-        Some(escape) => text.as_bytes().starts_with(&begun[..escape]) && begun.len() <= 6 * text.len(),
+        Some(escape) => {
+            text.as_bytes().starts_with(&begun[..escape]) && begun.len() <= 6 * text.len()
+        }
     }
 }
 

@@ -27,7 +27,8 @@ pub(super) fn end_of_value(bytes: &[u8], start: usize) -> Option<usize> {
         b'"' => end_of_text(bytes, start),
         b'{' | b'[' => end_of_nest(bytes, start),
         _ => {
-            let part = |byte: &&u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
+            let part =
+                |byte: &&u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
             let length = bytes[start..].iter().take_while(part).count();
             (length > 0).then_some(start + length)
         }
@@ -62,7 +63,8 @@ pub(super) fn next_mark(bytes: &[u8]) -> Option<usize> {
     // One bit is all that lies between the two kinds of brackets.
     let mark = |byte: &u8| matches!(byte | 0x20, b'"' | b'{' | b'}');
     let mut blocks = bytes.chunks(32).enumerate();
-    let (nth, block) = blocks.find(|(_, block)| block.iter().fold(false, |found, byte| found | mark(byte)))?;
+    let (nth, block) =
+        blocks.find(|(_, block)| block.iter().fold(false, |found, byte| found | mark(byte)))?;
     block.iter().position(mark).map(|at| nth * 32 + at)
 }
 
@@ -72,11 +74,16 @@ pub(super) fn has_more_values(bytes: &[u8], most: usize) -> bool {
     let mut rest = bytes;
     loop {
         let quote = memchr::memchr(b'"', rest).unwrap_or(rest.len());
-        values += rest[..quote].iter().filter(|byte| matches!(byte, b',' | b'{' | b'[')).count();
+        values += rest[..quote]
+            .iter()
+            .filter(|byte| matches!(byte, b',' | b'{' | b'['))
+            .count();
         if values > most {
             return true;
         }
-        let Some(end) = end_of_text(rest, quote) else { return false };
+        let Some(end) = end_of_text(rest, quote) else {
+            return false;
+        };
         rest = &rest[end..];
     }
 }
@@ -84,7 +91,10 @@ pub(super) fn has_more_values(bytes: &[u8], most: usize) -> bool {
 /// Whether a raw text, with its quotes, says `text`; escapes count as what they stand for.
 pub(super) fn says(raw: &[u8], text: &str) -> bool {
     if memchr::memchr(b'\\', raw).is_none() {
-        return raw.strip_prefix(b"\"").and_then(|raw| raw.strip_suffix(b"\"")) == Some(text.as_bytes());
+        return raw
+            .strip_prefix(b"\"")
+            .and_then(|raw| raw.strip_suffix(b"\""))
+            == Some(text.as_bytes());
     }
     serde_json::from_slice::<String>(raw).is_ok_and(|said| said == text)
 }

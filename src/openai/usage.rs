@@ -81,7 +81,10 @@ impl Usage {
 impl UsageScanner {
     /// For an answer that comes like this.
     pub fn new(kind: Kind) -> Self {
-        Self { kind, ..Self::default() }
+        Self {
+            kind,
+            ..Self::default()
+        }
     }
 
     /// What the answer told of its usage, the last word on each number.
@@ -97,7 +100,9 @@ impl UsageScanner {
     /// Tokens of the answer so far, by its usage, or by the token ids or log probabilities of its events. An event without any
     /// of these counts as one token.
     pub fn output_tokens(&self) -> u64 {
-        self.usage().map_or(0, |usage| usage.completion_tokens).max(self.content_tokens)
+        self.usage()
+            .map_or(0, |usage| usage.completion_tokens)
+            .max(self.content_tokens)
     }
 
     /// Lines and events that were too long or not understood.
@@ -138,7 +143,9 @@ impl UsageScanner {
                 chunk = rest;
                 continue;
             }
-            let Some(end) = memchr::memchr2(b'\n', b'\r', chunk) else { break };
+            let Some(end) = memchr::memchr2(b'\n', b'\r', chunk) else {
+                break;
+            };
             self.extend_line(&chunk[..end]);
             self.end_line();
             let returned = chunk[end] == b'\r';
@@ -226,7 +233,11 @@ impl UsageScanner {
     }
 
     fn end_event(&mut self) {
-        let Event { mut data, has_data, broken } = std::mem::take(&mut self.event);
+        let Event {
+            mut data,
+            has_data,
+            broken,
+        } = std::mem::take(&mut self.event);
         if has_data && !broken {
             self.read_event(&data);
         }

@@ -60,7 +60,14 @@ enum State {
 impl Walker {
     pub(super) fn new(wanted: Wanted) -> Self {
         let (state, key) = (State::Start, Vec::new());
-        Self { wanted, state, key, outer: None, escaped: false, taking: false }
+        Self {
+            wanted,
+            state,
+            key,
+            outer: None,
+            escaped: false,
+            taking: false,
+        }
     }
 
     /// What comes next is another document.
@@ -121,7 +128,9 @@ impl Walker {
                 State::InKey
             }
             (State::AfterKey, b':') => State::BeforeValue,
-            (State::BeforeKey | State::AfterValue, b'}') if self.outer.take().is_some() => State::AfterValue,
+            (State::BeforeKey | State::AfterValue, b'}') if self.outer.take().is_some() => {
+                State::AfterValue
+            }
             (State::BeforeKey | State::AfterValue, b'}') => State::Done,
             _ => State::Broken,
         };
@@ -164,7 +173,11 @@ impl Walker {
 
     /// The key of this field, where it leads to wanted ones.
     fn leads_on(&self) -> Option<&'static str> {
-        let outer = self.wanted.iter().filter(|path| self.outer.is_none() && path.len() == 2).map(|path| path[0]);
+        let outer = self
+            .wanted
+            .iter()
+            .filter(|path| self.outer.is_none() && path.len() == 2)
+            .map(|path| path[0]);
         outer.into_iter().find(|key| says(&self.key, key))
     }
 
@@ -206,7 +219,9 @@ impl Walker {
     }
 
     fn in_nest(&mut self, bytes: &[u8], depth: u64) -> (usize, Option<Mark>) {
-        let Some(at) = next_mark(bytes) else { return (bytes.len(), None) };
+        let Some(at) = next_mark(bytes) else {
+            return (bytes.len(), None);
+        };
         match bytes[at] {
             b'"' => self.state = State::InNestedText(depth),
             b'{' | b'[' => self.state = State::InNest(depth + 1),
@@ -220,7 +235,11 @@ impl Walker {
     fn in_scalar(&mut self, bytes: &[u8]) -> (usize, Option<Mark>) {
         let part = |byte: &&u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
         let length = bytes.iter().take_while(part).count();
-        let mark = if length < bytes.len() { self.end_value() } else { None };
+        let mark = if length < bytes.len() {
+            self.end_value()
+        } else {
+            None
+        };
         (length, mark)
     }
 

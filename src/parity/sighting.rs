@@ -88,7 +88,11 @@ pub struct PromptCheck {
 
 impl Sighting {
     pub(super) fn new(standing: Arc<Standing>, rank: WorkerRank, prompt: WatchedPrompt) -> Self {
-        Self { standing, rank, prompt }
+        Self {
+            standing,
+            rank,
+            prompt,
+        }
     }
 
     /// The worker rank that should store the blocks.

@@ -9,7 +9,10 @@ const ONE: WorkerId = WorkerId(1);
 const TWO: WorkerId = WorkerId(2);
 
 fn agrees() -> Verdict {
-    Verdict::Agrees { compared: 10, skipped: BTreeMap::new() }
+    Verdict::Agrees {
+        compared: 10,
+        skipped: BTreeMap::new(),
+    }
 }
 
 fn differs() -> Verdict {
@@ -23,11 +26,16 @@ fn differs() -> Verdict {
         our_text: None,
         their_text: None,
     };
-    Verdict::Differs { difference: Box::new(difference) }
+    Verdict::Differs {
+        difference: Box::new(difference),
+    }
 }
 
 fn silent() -> Verdict {
-    Verdict::CannotTest { why: "timeout".into(), passes: true }
+    Verdict::CannotTest {
+        why: "timeout".into(),
+        passes: true,
+    }
 }
 
 #[test]
@@ -47,12 +55,24 @@ fn a_model_is_believed_as_long_as_somebody_agrees() {
     ];
     let standing = Standing::default();
     for (at, (worker, verdict, believed, change)) in cases.iter().enumerate() {
-        assert_eq!(standing.tested(*worker, verdict.clone()), *change, "step {at}");
+        assert_eq!(
+            standing.tested(*worker, verdict.clone()),
+            *change,
+            "step {at}"
+        );
         assert_eq!(!standing.is_mistrusted(), *believed, "step {at}");
     }
     assert_eq!(standing.parity().state(), "some_differ");
-    assert_eq!(standing.retain(|worker| worker == TWO), Change::Mistrusted, "who agreed has left");
-    assert_eq!(standing.retain(|_| false), Change::Trusted, "nobody is left who differs");
+    assert_eq!(
+        standing.retain(|worker| worker == TWO),
+        Change::Mistrusted,
+        "who agreed has left"
+    );
+    assert_eq!(
+        standing.retain(|_| false),
+        Change::Trusted,
+        "nobody is left who differs"
+    );
     assert_eq!(standing.parity().state(), "untested");
 }
 
@@ -62,7 +82,11 @@ fn a_restarted_engine_that_cannot_be_asked_is_as_wrong_as_before_and_no_longer_r
     standing.tested(ONE, differs());
     standing.restarted(ONE);
     assert!(standing.is_mistrusted(), "not before it was asked again");
-    assert_eq!(standing.tested(ONE, silent()), Change::None, "no test is passed by silence");
+    assert_eq!(
+        standing.tested(ONE, silent()),
+        Change::None,
+        "no test is passed by silence"
+    );
     assert_eq!(standing.tested(ONE, agrees()), Change::Trusted);
     standing.restarted(ONE);
     standing.tested(ONE, silent());
@@ -81,13 +105,36 @@ fn events_prove_a_difference_only_in_a_row_and_heal_it_in_a_row() {
     }
     let changes: Vec<_> = (0..9).map(|_| standing.seen(ONE, missing)).collect();
     assert_eq!(changes[7], Change::Mistrusted);
-    assert_eq!(changes.iter().filter(|change| **change != Change::None).count(), 1);
-    let found = standing.parity().workers[&ONE].events.differs.clone().unwrap();
-    assert_eq!((found.what, found.block, found.our_text), (What::Events, 2, None));
+    assert_eq!(
+        changes
+            .iter()
+            .filter(|change| **change != Change::None)
+            .count(),
+        1
+    );
+    let found = standing.parity().workers[&ONE]
+        .events
+        .differs
+        .clone()
+        .unwrap();
+    assert_eq!(
+        (found.what, found.block, found.our_text),
+        (What::Events, 2, None)
+    );
     // That it agrees to canaries does not outweigh what its events prove.
     assert_eq!(standing.tested(ONE, agrees()), Change::None);
-    let healing = [Evidence::Confirmed, Evidence::Confirmed, missing, Evidence::Confirmed, Evidence::Confirmed];
-    assert!(healing.into_iter().all(|evidence| standing.seen(ONE, evidence) == Change::None));
+    let healing = [
+        Evidence::Confirmed,
+        Evidence::Confirmed,
+        missing,
+        Evidence::Confirmed,
+        Evidence::Confirmed,
+    ];
+    assert!(
+        healing
+            .into_iter()
+            .all(|evidence| standing.seen(ONE, evidence) == Change::None)
+    );
     assert_eq!(standing.seen(ONE, Evidence::Confirmed), Change::Trusted);
 }
 
@@ -96,11 +143,27 @@ fn a_round_that_a_new_life_passes_outweighs_what_the_events_of_the_old_one_prove
     let standing = Standing::default();
     (0..8).for_each(|_| _ = standing.seen(ONE, Evidence::Unconfirmed { block: 0 }));
     standing.restarted(ONE);
-    assert_eq!(standing.tested(ONE, silent()), Change::None, "no test is passed by silence");
+    assert_eq!(
+        standing.tested(ONE, silent()),
+        Change::None,
+        "no test is passed by silence"
+    );
     assert_eq!(standing.tested(ONE, agrees()), Change::Trusted);
-    let again: Vec<_> = (0..8).map(|_| standing.seen(ONE, Evidence::Unconfirmed { block: 0 })).collect();
-    assert_eq!(again.iter().position(|change| *change == Change::Mistrusted), Some(7), "it begins at nothing");
-    assert_eq!(standing.tested(ONE, agrees()), Change::None, "the same life");
+    let again: Vec<_> = (0..8)
+        .map(|_| standing.seen(ONE, Evidence::Unconfirmed { block: 0 }))
+        .collect();
+    assert_eq!(
+        again
+            .iter()
+            .position(|change| *change == Change::Mistrusted),
+        Some(7),
+        "it begins at nothing"
+    );
+    assert_eq!(
+        standing.tested(ONE, agrees()),
+        Change::None,
+        "the same life"
+    );
 }
 
 #[test]
@@ -114,12 +177,24 @@ fn what_the_events_of_one_worker_prove_is_proven_of_that_worker_only() {
         changes.push(standing.seen(TWO, Evidence::Confirmed));
     }
     changes.retain(|change| *change != Change::None);
-    assert_eq!(changes, [Change::Differs], "neither the model, nor to and fro");
-    assert_eq!((standing.is_mistrusted(), standing.parity().state()), (false, "some_differ"));
+    assert_eq!(
+        changes,
+        [Change::Differs],
+        "neither the model, nor to and fro"
+    );
+    assert_eq!(
+        (standing.is_mistrusted(), standing.parity().state()),
+        (false, "some_differ")
+    );
     assert_eq!(standing.differing().iter().collect::<Vec<_>>(), [&ONE]);
     // Where nobody is left who makes our tokens, there is nobody to compare.
     assert_eq!(standing.tested(TWO, differs()), Change::Mistrusted);
-    assert_eq!((0..3).map(|_| standing.seen(ONE, Evidence::Confirmed)).last(), Some(Change::Trusted));
+    assert_eq!(
+        (0..3)
+            .map(|_| standing.seen(ONE, Evidence::Confirmed))
+            .last(),
+        Some(Change::Trusted)
+    );
     assert_eq!(standing.differing().iter().collect::<Vec<_>>(), [&TWO]);
     assert_eq!(standing.tested(TWO, agrees()), Change::Agrees);
 }
@@ -127,18 +202,36 @@ fn what_the_events_of_one_worker_prove_is_proven_of_that_worker_only() {
 #[test]
 fn what_is_looked_after_has_a_limit_and_needs_news_to_say_anything() {
     let standing = Arc::new(Standing::default());
-    let rank = WorkerRank { worker: ONE, rank: DpRank(0) };
+    let rank = WorkerRank {
+        worker: ONE,
+        rank: DpRank(0),
+    };
     let (block_size, index) = (BlockSize::new(8).unwrap(), PrefixIndex::new());
     let _writer = index.join(Slot(0));
     let hashes = BlockHashes::of(&[7; 40], block_size, &Salt::default());
     let since = Moment { stores: 5, gaps: 1 };
-    let watch = || Some(WatchedPrompt { watch: index.watch(&hashes, Slot(0))?, blocks: 5, block_size, since });
-    let mut held: Vec<_> = (0..MOST_SIGHTINGS).map(|_| standing.sighting(rank, watch).unwrap()).collect();
+    let watch = || {
+        Some(WatchedPrompt {
+            watch: index.watch(&hashes, Slot(0))?,
+            blocks: 5,
+            block_size,
+            since,
+        })
+    };
+    let mut held: Vec<_> = (0..MOST_SIGHTINGS)
+        .map(|_| standing.sighting(rank, watch).unwrap())
+        .collect();
     assert!(standing.sighting(rank, watch).is_none());
     // Answered by somebody else, it is forgotten.
-    held.pop().unwrap().answered(WorkerRank { worker: TWO, rank: DpRank(0) });
+    held.pop().unwrap().answered(WorkerRank {
+        worker: TWO,
+        rank: DpRank(0),
+    });
     assert!(standing.take_ready().is_empty());
-    assert!(standing.sighting(rank, || None).is_none(), "there is nothing to check");
+    assert!(
+        standing.sighting(rank, || None).is_none(),
+        "there is nothing to check"
+    );
     for (held, stores, gaps, told, expected) in [
         (5, 5, 1, Told::All, Some(Evidence::Confirmed)),
         (0, 5, 1, Told::All, None),
@@ -152,7 +245,12 @@ fn what_is_looked_after_has_a_limit_and_needs_news_to_say_anything() {
         (5, 6, 2, Told::All, Some(Evidence::Confirmed)),
     ] {
         standing.sighting(rank, watch).unwrap().answered(rank);
-        let check = PromptCheck { held, expected: 5, now: Moment { stores, gaps }, told };
+        let check = PromptCheck {
+            held,
+            expected: 5,
+            now: Moment { stores, gaps },
+            told,
+        };
         let found = standing.take_ready().pop().unwrap().found(check);
         assert_eq!(found.map(|(evidence, _)| evidence), expected, "{check:?}");
     }

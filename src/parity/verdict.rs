@@ -123,8 +123,16 @@ impl EventsVerdict {
                     let (canary, our_text, their_text) = (None, None, None);
                     let (ours, theirs) = (None, None);
                     let what = What::Events;
-                    self.differs =
-                        Some(Difference { what, canary, at: block, block, ours, theirs, our_text, their_text });
+                    self.differs = Some(Difference {
+                        what,
+                        canary,
+                        at: block,
+                        block,
+                        ours,
+                        theirs,
+                        our_text,
+                        their_text,
+                    });
                 }
             }
         }
@@ -194,7 +202,11 @@ impl ModelParity {
     }
 
     pub(super) fn seen(&mut self, worker: WorkerId, evidence: Evidence) {
-        self.workers.entry(worker).or_default().events.note(evidence);
+        self.workers
+            .entry(worker)
+            .or_default()
+            .events
+            .note(evidence);
     }
 
     pub(super) fn retain(&mut self, keep: impl Fn(WorkerId) -> bool) {
@@ -204,12 +216,17 @@ impl ModelParity {
 
     /// Those whose tokens are known to be others than ours.
     pub(super) fn differing(&self) -> BTreeSet<WorkerId> {
-        self.workers.iter().filter(|(_, known)| known.differs()).map(|(worker, _)| *worker).collect()
+        self.workers
+            .iter()
+            .filter(|(_, known)| known.differs())
+            .map(|(worker, _)| *worker)
+            .collect()
     }
 
     /// Whether our own tokens are not to be believed at all: somebody makes others, and nobody is known to make ours.
     pub fn is_mistrusted(&self) -> bool {
-        self.workers.values().any(WorkerParity::differs) && !self.workers.values().any(WorkerParity::agrees)
+        self.workers.values().any(WorkerParity::differs)
+            && !self.workers.values().any(WorkerParity::agrees)
     }
 
     /// In one word, for metrics.

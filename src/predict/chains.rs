@@ -133,7 +133,11 @@ impl Chains {
         let (mut tail, mut reached) = (None, 0);
         while let Some(found) = self.next(tail, &prompt[reached..known]) {
             let left = (known - reached) as u64;
-            let run = if left < self.run(found).blocks { self.split(found, left) } else { found };
+            let run = if left < self.run(found).blocks {
+                self.split(found, left)
+            } else {
+                found
+            };
             self.touch(run, used);
             tail = Some(run);
             reached += self.run(run).blocks as usize;
@@ -163,7 +167,12 @@ impl Chains {
 
     /// Takes up to `most` blocks off the end of a run from [`Chains::oldest`]; how many.
     pub(super) fn evict(&mut self, id: RunId, most: u64) -> u64 {
-        let &Run { content, blocks, parent, .. } = self.run(id);
+        let &Run {
+            content,
+            blocks,
+            parent,
+            ..
+        } = self.run(id);
         let taken = most.min(blocks);
         let Content::Prompt { first, end } = content else {
             self.shrink(id, taken);
@@ -186,7 +195,12 @@ impl Chains {
 
     /// The run that a prompt ends with and how many blocks at its end only that use has entered and nobody has used since;
     /// `known` blocks had been there before. Whoever used a part of them would have split or marked the run.
-    pub(super) fn own_end(&self, prompt: &[LocalHash], known: usize, used: Use) -> Option<(RunId, u64)> {
+    pub(super) fn own_end(
+        &self,
+        prompt: &[LocalHash],
+        known: usize,
+        used: Use,
+    ) -> Option<(RunId, u64)> {
         let there = self.known(prompt);
         let (mut last, mut end) = (None, 0);
         while let Some(found) = self.next(last, &prompt[end..there]) {
@@ -196,7 +210,9 @@ impl Chains {
                 return None;
             }
         }
-        let own = |run: &Run| run.stamp == used.stamp && run.children == 0 && run.leases == u32::from(used.lease);
+        let own = |run: &Run| {
+            run.stamp == used.stamp && run.children == 0 && run.leases == u32::from(used.lease)
+        };
         let id = last.filter(|id| own(self.run(*id)) && end > known)?;
         Some((id, self.run(id).blocks.min((end - known) as u64)))
     }
@@ -250,25 +266,52 @@ impl Chains {
     /// Adds blocks after a run that was just touched. They become part of it where they share its fate, because nothing else
     /// follows it and nobody else holds it: so a conversation stays one run, however many turns it has.
     fn add(&mut self, tail: Option<RunId>, blocks: &[LocalHash], used: Use) -> Recorded {
-        let Entered { blocks: added, end } = self.paths.enter(tail.and_then(|run| self.run(run).end()), blocks);
-        let Some(end) = end.filter(|_| added > 0) else { return Recorded { tail, added } };
+        let Entered { blocks: added, end } = self
+            .paths
+            .enter(tail.and_then(|run| self.run(run).end()), blocks);
+        let Some(end) = end.filter(|_| added > 0) else {
+            return Recorded { tail, added };
+        };
         let count = added as u64;
         self.identify(tail, count);
         self.blocks += count;
         let leases = u32::from(used.lease);
-        let grows = tail.map(|id| (id, self.run(id))).filter(|(_, run)| run.children == 0 && run.leases == leases);
-        if let Some((id, &Run { content: Content::Prompt { first, .. }, .. })) = grows {
+        let grows = tail
+            .map(|id| (id, self.run(id)))
+            .filter(|(_, run)| run.children == 0 && run.leases == leases);
+        if let Some((
+            id,
+            &Run {
+                content: Content::Prompt { first, .. },
+                ..
+            },
+        )) = grows
+        {
             let run = self.run_mut(id);
             (run.blocks, run.content) = (run.blocks + count, Content::Prompt { first, end });
             return Recorded { tail, added };
         }
-        let content = Content::Prompt { first: blocks[0], end };
+        let content = Content::Prompt {
+            first: blocks[0],
+            end,
+        };
         let stamp = used.stamp;
-        let run = Run { content, blocks: count, stamp, parent: tail, offspring: None, children: 0, leases };
+        let run = Run {
+            content,
+            blocks: count,
+            stamp,
+            parent: tail,
+            offspring: None,
+            children: 0,
+            leases,
+        };
         let id = self.adopt(run);
         self.heads.insert((tail, blocks[0]), id);
         self.follow(tail, id);
-        Recorded { tail: Some(id), added }
+        Recorded {
+            tail: Some(id),
+            added,
+        }
     }
 
     /// A longer prompt usually holds the answer to the shorter one: those blocks are now known by name.
@@ -283,11 +326,25 @@ impl Chains {
     fn keep(&mut self, parent: Option<RunId>, blocks: u64, stamp: Stamp) {
         self.generated += blocks;
         if let Some(id) = self.offspring(parent) {
-            self.touch(id, Use { stamp, lease: false });
+            self.touch(
+                id,
+                Use {
+                    stamp,
+                    lease: false,
+                },
+            );
             self.run_mut(id).blocks += blocks;
             return;
         }
-        let run = Run { content: Content::Generated, blocks, stamp, parent, offspring: None, children: 0, leases: 0 };
+        let run = Run {
+            content: Content::Generated,
+            blocks,
+            stamp,
+            parent,
+            offspring: None,
+            children: 0,
+            leases: 0,
+        };
         let id = self.adopt(run);
         self.follow(parent, id);
         *self.offspring_mut(parent) = Some(id);
@@ -337,14 +394,34 @@ impl Chains {
 
     /// Splits a run of prompt blocks after `at` of them; the number of the first part.
     fn split(&mut self, id: RunId, at: u64) -> RunId {
-        let &Run { content, blocks, stamp, parent, leases, .. } = self.run(id);
-        let Content::Prompt { first, end } = content else { unreachable!("generated blocks are in no prompt") };
+        let &Run {
+            content,
+            blocks,
+            stamp,
+            parent,
+            leases,
+            ..
+        } = self.run(id);
+        let Content::Prompt { first, end } = content else {
+            unreachable!("generated blocks are in no prompt")
+        };
         let (before, boundary) = self.paths.before(end, blocks - at);
         let before = before.expect("a run goes on before its last blocks");
         let upper = Content::Prompt { first, end: before };
-        let upper = self.adopt(Run { content: upper, blocks: at, stamp, parent, offspring: None, children: 1, leases });
+        let upper = self.adopt(Run {
+            content: upper,
+            blocks: at,
+            stamp,
+            parent,
+            offspring: None,
+            children: 1,
+            leases,
+        });
         let lower = self.run_mut(id);
-        lower.content = Content::Prompt { first: boundary, end };
+        lower.content = Content::Prompt {
+            first: boundary,
+            end,
+        };
         (lower.blocks, lower.parent) = (blocks - at, Some(upper));
         self.heads.insert((parent, first), upper);
         self.heads.insert((Some(upper), boundary), id);

@@ -46,22 +46,39 @@ pub struct InFlightPrompt {
 
 impl std::fmt::Debug for InFlightPrompts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("InFlightPrompts").field("most_blocks", &self.most_blocks).finish_non_exhaustive()
+        f.debug_struct("InFlightPrompts")
+            .field("most_blocks", &self.most_blocks)
+            .finish_non_exhaustive()
     }
 }
 
 impl InFlightPrompts {
     pub(super) fn new(paths: PathWriter, most_blocks: u64, rules: Arc<Rules>) -> Self {
-        let state = State { chains: Chains::new(paths), uses: 0, tails: BTreeMap::new(), refused_blocks: 0 };
-        Self { most_blocks, rules, state: Mutex::new(Some(state)) }
+        let state = State {
+            chains: Chains::new(paths),
+            uses: 0,
+            tails: BTreeMap::new(),
+            refused_blocks: 0,
+        };
+        Self {
+            most_blocks,
+            rules,
+            state: Mutex::new(Some(state)),
+        }
     }
 
     /// Records a prompt that is sent now. A prompt that exceeds the limit of the rank, alone or together with the other
     /// prompts in flight, is counted and not recorded; one that exceeds it alone will not be confirmed either.
-    pub(super) fn record(self: &Arc<Self>, prompt: &BlockHashes, confirmed: Arc<Rank>) -> InFlightPrompt {
+    pub(super) fn record(
+        self: &Arc<Self>,
+        prompt: &BlockHashes,
+        confirmed: Arc<Rank>,
+    ) -> InFlightPrompt {
         let blocks = prompt.locals();
         let mut state = self.state.lock();
-        let Some(state) = state.as_mut() else { return InFlightPrompt::none() };
+        let Some(state) = state.as_mut() else {
+            return InFlightPrompt::none();
+        };
         if blocks.len() as u64 > self.most_blocks {
             state.refused_blocks += blocks.len() as u64;
             return InFlightPrompt::none();
@@ -70,13 +87,24 @@ impl InFlightPrompts {
         let new = (blocks.len() - known) as u64;
         if state.chains.blocks() + new > self.most_blocks {
             state.refused_blocks += new;
-            return InFlightPrompt { hold: None, confirmed: Some(confirmed) };
+            return InFlightPrompt {
+                hold: None,
+                confirmed: Some(confirmed),
+            };
         }
         state.uses += 1;
-        let stamp = Stamp { end_of_life: self.rules.end_of_life(), use_number: state.uses };
-        let recorded = state.chains.record(blocks, known, Use { stamp, lease: true });
+        let stamp = Stamp {
+            end_of_life: self.rules.end_of_life(),
+            use_number: state.uses,
+        };
+        let recorded = state
+            .chains
+            .record(blocks, known, Use { stamp, lease: true });
         state.tails.insert(stamp, recorded.tail);
-        InFlightPrompt { hold: Some((self.clone(), stamp)), confirmed: Some(confirmed) }
+        InFlightPrompt {
+            hold: Some((self.clone(), stamp)),
+            confirmed: Some(confirmed),
+        }
     }
 
     /// Removes prompts that have been in flight for longer than the time to live of blocks.
@@ -84,14 +112,21 @@ impl InFlightPrompts {
         let now = self.rules.steps();
         let mut state = self.state.lock();
         let Some(state) = state.as_mut() else { return };
-        while let Some((&stamp, _)) = state.tails.first_key_value().filter(|(stamp, _)| stamp.end_of_life <= now) {
+        while let Some((&stamp, _)) = state
+            .tails
+            .first_key_value()
+            .filter(|(stamp, _)| stamp.end_of_life <= now)
+        {
             state.remove(stamp);
         }
     }
 
     pub(super) fn stats(&self) -> InFlightStats {
         let state = self.state.lock();
-        let of = |state: &State| InFlightStats { blocks: state.chains.blocks(), refused_blocks: state.refused_blocks };
+        let of = |state: &State| InFlightStats {
+            blocks: state.chains.blocks(),
+            refused_blocks: state.refused_blocks,
+        };
         state.as_ref().map(of).unwrap_or_default()
     }
 
@@ -110,7 +145,9 @@ impl InFlightPrompts {
 
 impl State {
     fn remove(&mut self, stamp: Stamp) {
-        let Some(tail) = self.tails.remove(&stamp) else { return };
+        let Some(tail) = self.tails.remove(&stamp) else {
+            return;
+        };
         self.chains.release(tail, 0, stamp);
         while let Some((_, unused)) = self.chains.oldest() {
             self.chains.evict(unused, u64::MAX);
@@ -120,17 +157,26 @@ impl State {
 
 impl InFlightPrompt {
     pub(super) fn none() -> Self {
-        Self { hold: None, confirmed: None }
+        Self {
+            hold: None,
+            confirmed: None,
+        }
     }
 
     /// The engine accepted the request: records the prompt among the confirmed blocks of the rank.
     pub fn confirm(mut self, prompt: &BlockHashes) -> super::Lease {
         // Recorded before it is removed here, so concurrent queries find it in either place.
-        let Some(rank) = self.confirmed.take() else { return super::Lease::none() };
+        let Some(rank) = self.confirmed.take() else {
+            return super::Lease::none();
+        };
         match &self.hold {
             Some((prompts, stamp)) if prompts.rules.beside_events => {
                 let is_expired = stamp.end_of_life <= prompts.rules.steps();
-                if is_expired { super::Lease::none() } else { rank.record_until(prompt, Some(stamp.end_of_life)) }
+                if is_expired {
+                    super::Lease::none()
+                } else {
+                    rank.record_until(prompt, Some(stamp.end_of_life))
+                }
             }
             _ => rank.record(prompt),
         }

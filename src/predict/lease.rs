@@ -39,13 +39,20 @@ impl Lease {
     }
 
     pub(super) fn of(recorded: Recorded) -> Self {
-        Self { recorded: Some(recorded) }
+        Self {
+            recorded: Some(recorded),
+        }
     }
 
     /// The request has filled so many more blocks of its own. Their content is not known, but they take room: after the
     /// request as well, until they are evicted or a longer prompt turns out to be what they hold.
     pub fn grow(&mut self, blocks: u64) {
-        if let Some(Recorded { rank, held: Some(held), .. }) = &mut self.recorded {
+        if let Some(Recorded {
+            rank,
+            held: Some(held),
+            ..
+        }) = &mut self.recorded
+        {
             held.generated += blocks;
             rank.grow(blocks);
         }
@@ -54,7 +61,15 @@ impl Lease {
     /// The request went somewhere else: what was entered for it and used by nobody since is taken out again. Says how
     /// many blocks it had filled.
     pub fn revoke(mut self, prompt: &BlockHashes) -> u64 {
-        let Some(Recorded { rank, stamp, known, held }) = self.recorded.take() else { return 0 };
+        let Some(Recorded {
+            rank,
+            stamp,
+            known,
+            held,
+        }) = self.recorded.take()
+        else {
+            return 0;
+        };
         rank.revoke(prompt, stamp, known, held);
         held.map_or(0, |held| held.generated)
     }
@@ -62,7 +77,12 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(Recorded { rank, held: Some(held), .. }) = self.recorded.take() {
+        if let Some(Recorded {
+            rank,
+            held: Some(held),
+            ..
+        }) = self.recorded.take()
+        {
             rank.release(held.tail, held.generated);
         }
     }

@@ -54,10 +54,19 @@ impl Policy {
     /// What the policy means for a rank of this capacity.
     pub(super) fn for_capacity(&self, capacity: Option<u64>) -> EffectivePolicy {
         match *self {
-            Policy::Ttl(ttl) => EffectivePolicy::Ttl { most_blocks: ttl.most_blocks_per_rank, fallback: false },
-            Policy::Lru { default_blocks, fallback } => match capacity.or(default_blocks) {
+            Policy::Ttl(ttl) => EffectivePolicy::Ttl {
+                most_blocks: ttl.most_blocks_per_rank,
+                fallback: false,
+            },
+            Policy::Lru {
+                default_blocks,
+                fallback,
+            } => match capacity.or(default_blocks) {
                 Some(capacity) => EffectivePolicy::Lru { capacity },
-                None => EffectivePolicy::Ttl { most_blocks: fallback.most_blocks_per_rank, fallback: true },
+                None => EffectivePolicy::Ttl {
+                    most_blocks: fallback.most_blocks_per_rank,
+                    fallback: true,
+                },
             },
         }
     }

@@ -38,7 +38,9 @@ struct State {
 
 impl std::fmt::Debug for Rank {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Rank").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("Rank")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 
@@ -52,15 +54,35 @@ impl Rules {
     /// The step at whose beginning a block recorded now has had its time.
     pub(super) fn end_of_life(&self) -> u64 {
         let passed = (self.clock)().saturating_duration_since(self.start);
-        passed.saturating_add(self.policy.ttl()).as_nanos().div_ceil(Ttl::STEP.as_nanos()) as u64
+        passed
+            .saturating_add(self.policy.ttl())
+            .as_nanos()
+            .div_ceil(Ttl::STEP.as_nanos()) as u64
     }
 }
 
 impl Rank {
-    pub(super) fn new(paths: PathWriter, name: WorkerRank, policy: EffectivePolicy, rules: Arc<Rules>) -> Self {
+    pub(super) fn new(
+        paths: PathWriter,
+        name: WorkerRank,
+        policy: EffectivePolicy,
+        rules: Arc<Rules>,
+    ) -> Self {
         let chains = Chains::new(paths);
-        let state = State { chains, growing: 0, uses: 0, evicted: 0, expired: 0, refused: 0 };
-        Self { name, policy, rules, state: Mutex::new(Some(state)) }
+        let state = State {
+            chains,
+            growing: 0,
+            uses: 0,
+            evicted: 0,
+            expired: 0,
+            refused: 0,
+        };
+        Self {
+            name,
+            policy,
+            rules,
+            state: Mutex::new(Some(state)),
+        }
     }
 
     pub(super) fn name(&self) -> WorkerRank {
@@ -83,28 +105,59 @@ impl Rank {
     }
 
     /// Records a prompt whose blocks leave at this step, where one is given, unless others use them for longer.
-    pub(super) fn record_until(self: &Arc<Self>, prompt: &BlockHashes, end_of_life: Option<u64>) -> Lease {
+    pub(super) fn record_until(
+        self: &Arc<Self>,
+        prompt: &BlockHashes,
+        end_of_life: Option<u64>,
+    ) -> Lease {
         let mut state = self.state.lock();
-        let Some(state) = state.as_mut() else { return Lease::none() };
+        let Some(state) = state.as_mut() else {
+            return Lease::none();
+        };
         let blocks = prompt.locals();
         let known = state.chains.known(blocks);
         // Room can only be made of what nobody holds, and what is remembered has its limit all the same.
-        let most = if state.is_full(self.policy.most_blocks()) { known } else { blocks.len() };
+        let most = if state.is_full(self.policy.most_blocks()) {
+            known
+        } else {
+            blocks.len()
+        };
         let mut stamp = state.stamp(&self.rules);
         stamp.end_of_life = end_of_life.unwrap_or(stamp.end_of_life);
-        let used = Use { stamp, lease: self.policy.leases() };
+        let used = Use {
+            stamp,
+            lease: self.policy.leases(),
+        };
         let chains::Recorded { tail, added } = state.chains.record(&blocks[..most], known, used);
         state.refused += (blocks.len() - known - added) as u64;
         state.make_room(self.policy.most_blocks());
         let held = used.lease.then_some(Held { tail, generated: 0 });
-        Lease::of(Recorded { rank: self.clone(), stamp: used.stamp, known, held })
+        Lease::of(Recorded {
+            rank: self.clone(),
+            stamp: used.stamp,
+            known,
+            held,
+        })
     }
 
     /// Takes back what was recorded with this stamp and is in nobody else's use.
-    pub(super) fn revoke(&self, prompt: &BlockHashes, stamp: Stamp, known: usize, held: Option<Held>) {
+    pub(super) fn revoke(
+        &self,
+        prompt: &BlockHashes,
+        stamp: Stamp,
+        known: usize,
+        held: Option<Held>,
+    ) {
         let mut state = self.state.lock();
         let Some(state) = state.as_mut() else { return };
-        let own = state.chains.own_end(prompt.locals(), known, Use { stamp, lease: held.is_some() });
+        let own = state.chains.own_end(
+            prompt.locals(),
+            known,
+            Use {
+                stamp,
+                lease: held.is_some(),
+            },
+        );
         if let Some(Held { tail, generated }) = held {
             let stamp = state.stamp(&self.rules);
             state.growing -= generated;
@@ -162,14 +215,20 @@ impl Rank {
 impl State {
     fn stamp(&mut self, rules: &Rules) -> Stamp {
         self.uses += 1;
-        Stamp { end_of_life: rules.end_of_life(), use_number: self.uses }
+        Stamp {
+            end_of_life: rules.end_of_life(),
+            use_number: self.uses,
+        }
     }
 
     /// Takes out some of what has had its time; whether there may be more.
     fn expire(&mut self, now: u64) -> bool {
         let mut left = AT_ONCE;
         while left > 0 {
-            let due = self.chains.oldest().filter(|(stamp, _)| stamp.end_of_life <= now);
+            let due = self
+                .chains
+                .oldest()
+                .filter(|(stamp, _)| stamp.end_of_life <= now);
             let Some((_, end)) = due else { return false };
             let taken = self.chains.evict(end, left);
             self.expired += taken;
@@ -191,7 +250,9 @@ impl State {
     fn make_room(&mut self, most: u64) {
         loop {
             let used = self.used();
-            let Some((_, oldest)) = self.chains.oldest().filter(|_| used > most) else { break };
+            let Some((_, oldest)) = self.chains.oldest().filter(|_| used > most) else {
+                break;
+            };
             self.evicted += self.chains.evict(oldest, used - most);
         }
     }

@@ -21,16 +21,25 @@ const B: Slot = Slot(1);
 const RANKS: u32 = 4;
 
 fn name(slot: Slot) -> WorkerRank {
-    WorkerRank { worker: WorkerId(100 + u64::from(slot.0)), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(100 + u64::from(slot.0)),
+        rank: DpRank(0),
+    }
 }
 
 fn prompt(path: &[u8]) -> BlockHashes {
-    let locals = path.iter().map(|&block| LocalHash(0x9e37_79b9 * (1 + u64::from(block)))).collect();
+    let locals = path
+        .iter()
+        .map(|&block| LocalHash(0x9e37_79b9 * (1 + u64::from(block))))
+        .collect();
     BlockHashes::chain(path.len() * 16, BlockSize::new(16).unwrap(), locals)
 }
 
 fn ttl(most_blocks_per_rank: u64) -> Ttl {
-    Ttl { ttl: Duration::from_millis(TTL), most_blocks_per_rank }
+    Ttl {
+        ttl: Duration::from_millis(TTL),
+        most_blocks_per_rank,
+    }
 }
 
 /// A predictor with a clock that is set by hand.
@@ -44,8 +53,13 @@ impl Bed {
     fn new(policy: Policy) -> Self {
         let now = Arc::new(Mutex::new(0));
         let (start, clock) = (Instant::now(), now.clone());
-        let predictor = Predictor::new(policy, move || start + Duration::from_millis(*clock.lock()));
-        Self { now, predictor, overlaps: Overlaps::new() }
+        let predictor =
+            Predictor::new(policy, move || start + Duration::from_millis(*clock.lock()));
+        Self {
+            now,
+            predictor,
+            overlaps: Overlaps::new(),
+        }
     }
 
     fn now(&self) -> u64 {
@@ -69,7 +83,10 @@ impl Bed {
 }
 
 fn lru(default_blocks: Option<u64>) -> Policy {
-    Policy::Lru { default_blocks, fallback: ttl(1_000) }
+    Policy::Lru {
+        default_blocks,
+        fallback: ttl(1_000),
+    }
 }
 
 #[test]
@@ -86,7 +103,10 @@ fn a_block_lives_its_time_rounded_up_from_when_it_was_last_recorded() {
         assert_eq!(bed.overlap(A, &[1, 2, 3, 4]), left, "at {millis} ms");
     }
     let stats = bed.predictor.stats();
-    assert_eq!((stats.blocks, stats.ranks[0].runs, stats.ranks[0].expired), (0, 0, 4));
+    assert_eq!(
+        (stats.blocks, stats.ranks[0].runs, stats.ranks[0].expired),
+        (0, 0, 4)
+    );
 }
 
 #[test]
@@ -102,7 +122,10 @@ fn the_size_limit_takes_the_least_recently_recorded_tails_first() {
     let left = [&[1, 2, 3][..], &[4, 5, 6], &[7], &[8, 8, 8, 8]].map(|path| bed.overlap(A, path));
     assert_eq!(left, [1, 0, 1, 4]);
     drop(bed.record(A, &[9; 10]));
-    assert_eq!((bed.overlap(A, &[9; 10]), bed.predictor.stats().blocks), (6, 6));
+    assert_eq!(
+        (bed.overlap(A, &[9; 10]), bed.predictor.stats().blocks),
+        (6, 6)
+    );
     let stats = bed.predictor.stats();
     assert_eq!((stats.ranks[0].evicted, stats.ranks[0].expired), (15, 0));
 }
@@ -110,20 +133,42 @@ fn the_size_limit_takes_the_least_recently_recorded_tails_first() {
 #[test]
 fn live_requests_keep_their_blocks_and_the_longest_released_leave_first() {
     let mut bed = Bed::new(lru(None));
-    assert_eq!(bed.predictor.open(A, name(A), Some(6)), EffectivePolicy::Lru { capacity: 6 });
+    assert_eq!(
+        bed.predictor.open(A, name(A), Some(6)),
+        EffectivePolicy::Lru { capacity: 6 }
+    );
     let first = bed.record(A, &[1, 2, 3]);
     let second = bed.record(A, &[4, 5]);
     let third = bed.record(A, &[7, 8]);
-    assert_eq!(bed.predictor.stats().blocks, 7, "all are in use, more than there is room for");
+    assert_eq!(
+        bed.predictor.stats().blocks,
+        7,
+        "all are in use, more than there is room for"
+    );
     drop((bed.record(A, &[20, 21]), bed.record(A, &[7, 8])));
     let full = bed.predictor.stats();
-    assert_eq!((full.blocks, full.ranks[0].refused, bed.overlap(A, &[20, 21])), (7, 2, 0), "so no more come");
+    assert_eq!(
+        (
+            full.blocks,
+            full.ranks[0].refused,
+            bed.overlap(A, &[20, 21])
+        ),
+        (7, 2, 0),
+        "so no more come"
+    );
     drop(second);
     assert_eq!(bed.overlap(A, &[4, 5]), 1);
     drop(first);
     drop(third);
     let fourth = bed.record(A, &[9, 10]);
-    assert_eq!((bed.overlap(A, &[4]), bed.overlap(A, &[1, 2, 3]), bed.overlap(A, &[7, 8])), (0, 2, 2));
+    assert_eq!(
+        (
+            bed.overlap(A, &[4]),
+            bed.overlap(A, &[1, 2, 3]),
+            bed.overlap(A, &[7, 8])
+        ),
+        (0, 2, 2)
+    );
     bed.wait(10 * TTL);
     bed.predictor.expire();
     assert_eq!(bed.overlap(A, &[7, 8]), 2, "time does nothing here");
@@ -146,11 +191,19 @@ fn generated_blocks_take_room_until_a_longer_prompt_names_them() {
     drop(next);
     let mut other = bed.record(A, &[]);
     other.grow(4);
-    assert_eq!(bed.overlap(A, &[1, 2, 3, 4, 5, 6]), 4, "and they push others out");
+    assert_eq!(
+        bed.overlap(A, &[1, 2, 3, 4, 5, 6]),
+        4,
+        "and they push others out"
+    );
     drop(other);
     drop(bed.record(A, &[9, 9]));
     let stats = bed.predictor.stats();
-    assert_eq!((stats.blocks, stats.generated), (6, 2), "nor are those of prompts without a block forgotten");
+    assert_eq!(
+        (stats.blocks, stats.generated),
+        (6, 2),
+        "nor are those of prompts without a block forgotten"
+    );
 }
 
 #[test]
@@ -163,11 +216,19 @@ fn what_was_entered_for_a_request_that_went_elsewhere_is_taken_back_unless_other
         lost.grow(2);
         lost.revoke(&prompt(&[1, 2, 3, 4]));
         let stats = bed.predictor.stats();
-        assert_eq!((bed.overlap(A, &[1, 2, 3, 4]), stats.blocks, stats.generated), (2, 2, 0), "{policy:?}");
+        assert_eq!(
+            (bed.overlap(A, &[1, 2, 3, 4]), stats.blocks, stats.generated),
+            (2, 2, 0),
+            "{policy:?}"
+        );
         let lost = bed.record(A, &[1, 2, 3, 4]);
         drop(bed.record(A, &[1, 2, 3, 5]));
         let _ = lost.revoke(&prompt(&[1, 2, 3, 4]));
-        assert_eq!((bed.overlap(A, &[1, 2, 3, 4]), bed.predictor.stats().blocks), (3, 4), "{policy:?}: others came by");
+        assert_eq!(
+            (bed.overlap(A, &[1, 2, 3, 4]), bed.predictor.stats().blocks),
+            (3, 4),
+            "{policy:?}: others came by"
+        );
         let lost = bed.record(A, &[7]);
         drop(bed.record(A, &[7]));
         let _ = lost.revoke(&prompt(&[7]));
@@ -185,9 +246,17 @@ fn a_conversation_is_one_run_until_somebody_turns_off() {
             lease.grow(1);
         }
         let runs = || bed.predictor.stats().ranks[0].runs;
-        assert_eq!((runs(), bed.predictor.stats().blocks), (1, 10), "{policy:?}");
+        assert_eq!(
+            (runs(), bed.predictor.stats().blocks),
+            (1, 10),
+            "{policy:?}"
+        );
         drop(bed.record(A, &[1, 2, 3, 8]));
-        assert_eq!((runs(), bed.predictor.stats().blocks), (3, 11), "{policy:?}");
+        assert_eq!(
+            (runs(), bed.predictor.stats().blocks),
+            (3, 11),
+            "{policy:?}"
+        );
     }
 }
 
@@ -195,7 +264,13 @@ fn a_conversation_is_one_run_until_somebody_turns_off() {
 fn a_rank_without_a_known_capacity_goes_by_time_and_says_so() {
     let mut bed = Bed::new(lru(None));
     let policy = bed.predictor.open(A, name(A), None);
-    assert_eq!(policy, EffectivePolicy::Ttl { most_blocks: 1_000, fallback: true });
+    assert_eq!(
+        policy,
+        EffectivePolicy::Ttl {
+            most_blocks: 1_000,
+            fallback: true
+        }
+    );
     assert_eq!(bed.predictor.stats().ranks[0].policy, policy);
     let lease = bed.record(A, &[1]);
     bed.wait(TTL + 100);
@@ -231,13 +306,28 @@ fn a_decision_for_somebody_else_and_a_lease_of_an_earlier_one_change_nothing() {
 /// One step of a script; picks are taken modulo what there is to pick from.
 #[derive(Clone, Debug)]
 enum Step {
-    Record { slot: Slot, path: Vec<u8>, hold: bool },
-    Grow { pick: usize, blocks: u64 },
-    Release { pick: usize },
-    Revoke { pick: usize },
-    Wait { millis: u64 },
+    Record {
+        slot: Slot,
+        path: Vec<u8>,
+        hold: bool,
+    },
+    Grow {
+        pick: usize,
+        blocks: u64,
+    },
+    Release {
+        pick: usize,
+    },
+    Revoke {
+        pick: usize,
+    },
+    Wait {
+        millis: u64,
+    },
     Expire,
-    Reopen { slot: Slot },
+    Reopen {
+        slot: Slot,
+    },
 }
 
 /// Scripts of at most so many steps, on this many ranks, with prompts of fewer blocks than `longest` out of so many kinds.
@@ -280,11 +370,25 @@ struct Pair {
 
 impl Pair {
     fn new(lru: bool, most: u64, ranks: u32) -> Self {
-        let policy =
-            if lru { Policy::Lru { default_blocks: None, fallback: ttl(most) } } else { Policy::Ttl(ttl(most)) };
+        let policy = if lru {
+            Policy::Lru {
+                default_blocks: None,
+                fallback: ttl(most),
+            }
+        } else {
+            Policy::Ttl(ttl(most))
+        };
         let bed = Bed::new(policy);
         let opened = vec![0; ranks as usize];
-        let mut pair = Self { bed, lru, most, models: Vec::new(), opened, requests: Vec::new(), seen: Vec::new() };
+        let mut pair = Self {
+            bed,
+            lru,
+            most,
+            models: Vec::new(),
+            opened,
+            requests: Vec::new(),
+            seen: Vec::new(),
+        };
         for slot in (0..ranks).map(Slot) {
             let model = pair.open(slot);
             pair.models.push(model);
@@ -294,7 +398,10 @@ impl Pair {
 
     /// Opens a slot; the model that goes with it.
     fn open(&self, slot: Slot) -> Model {
-        let capacity = slot.0.is_multiple_of(2).then_some(self.most * (1 + u64::from(slot.0)));
+        let capacity = slot
+            .0
+            .is_multiple_of(2)
+            .then_some(self.most * (1 + u64::from(slot.0)));
         self.bed.predictor.open(slot, name(slot), capacity);
         let (most, leases) = match capacity.filter(|_| self.lru) {
             Some(capacity) => (capacity, true),
@@ -311,7 +418,15 @@ impl Pair {
                 let (held, entered) = self.models[slot.at()].record(path, now);
                 let (slot, opened, asked) = (*slot, self.opened[slot.at()], path.clone());
                 let path = path[..held].to_vec();
-                self.requests.push(Request { slot, opened, asked, path, entered, generated: 0, lease });
+                self.requests.push(Request {
+                    slot,
+                    opened,
+                    asked,
+                    path,
+                    entered,
+                    generated: 0,
+                    lease,
+                });
                 let asked = &self.requests[self.requests.len() - 1].asked;
                 if !self.seen.contains(asked) {
                     self.seen.push(asked.clone());
@@ -329,8 +444,12 @@ impl Pair {
                     self.models[request.slot.at()].grow(*blocks);
                 }
             }
-            Step::Release { pick } if !self.requests.is_empty() => self.release(pick % self.requests.len()),
-            Step::Revoke { pick } if !self.requests.is_empty() => self.revoke(pick % self.requests.len()),
+            Step::Release { pick } if !self.requests.is_empty() => {
+                self.release(pick % self.requests.len())
+            }
+            Step::Revoke { pick } if !self.requests.is_empty() => {
+                self.revoke(pick % self.requests.len())
+            }
             Step::Grow { .. } | Step::Release { .. } | Step::Revoke { .. } => {}
             Step::Wait { millis } => self.bed.wait(*millis),
             Step::Expire => {
@@ -345,17 +464,39 @@ impl Pair {
     }
 
     fn revoke(&mut self, at: usize) {
-        let Request { slot, opened, asked, path, entered, generated, lease } = self.requests.swap_remove(at);
+        let Request {
+            slot,
+            opened,
+            asked,
+            path,
+            entered,
+            generated,
+            lease,
+        } = self.requests.swap_remove(at);
         let told = lease.revoke(&prompt(&asked));
         if opened == self.opened[slot.at()] {
-            assert_eq!(told, if self.models[slot.at()].leases() { generated } else { 0 });
+            assert_eq!(
+                told,
+                if self.models[slot.at()].leases() {
+                    generated
+                } else {
+                    0
+                }
+            );
             let now = self.bed.now();
             self.models[slot.at()].revoke(&path, entered, generated, now);
         }
     }
 
     fn release(&mut self, at: usize) {
-        let Request { slot, opened, path, generated, lease, .. } = self.requests.swap_remove(at);
+        let Request {
+            slot,
+            opened,
+            path,
+            generated,
+            lease,
+            ..
+        } = self.requests.swap_remove(at);
         drop(lease);
         if opened == self.opened[slot.at()] {
             let now = self.bed.now();
@@ -372,11 +513,17 @@ impl Pair {
 
     fn check_path(&mut self, at: usize) {
         let path = &self.seen[at];
-        self.bed.predictor.overlaps(&prompt(path), &mut self.bed.overlaps);
+        self.bed
+            .predictor
+            .overlaps(&prompt(path), &mut self.bed.overlaps);
         for (slot, model) in self.models.iter().enumerate() {
             let found = self.bed.overlaps.get(Slot(slot as u32));
             assert_eq!(found.total(), found.device);
-            assert_eq!(found.device as usize, model.overlap(path), "{slot:?} {path:?}");
+            assert_eq!(
+                found.device as usize,
+                model.overlap(path),
+                "{slot:?} {path:?}"
+            );
         }
     }
 
@@ -386,12 +533,27 @@ impl Pair {
         let all: BTreeSet<&Vec<u8>> = self.models.iter().flat_map(Model::paths).collect();
         assert_eq!(indexed.distinct_blocks, all.len() as u64);
         for (slot, model) in self.models.iter().enumerate() {
-            assert!(model.is_whole(), "a block left before its descendants: {model:?}");
+            assert!(
+                model.is_whole(),
+                "a block left before its descendants: {model:?}"
+            );
             let found = &stats.ranks[slot];
-            assert_eq!((found.blocks, found.generated), (model.blocks(), model.generated()), "{slot:?}");
+            assert_eq!(
+                (found.blocks, found.generated),
+                (model.blocks(), model.generated()),
+                "{slot:?}"
+            );
             let gone = (found.evicted, found.expired, found.refused);
-            assert_eq!(gone, (model.evicted, model.expired, model.refused), "{slot:?}");
-            assert_eq!(indexed.slots[slot].counts.device, model.blocks(), "{slot:?}");
+            assert_eq!(
+                gone,
+                (model.evicted, model.expired, model.refused),
+                "{slot:?}"
+            );
+            assert_eq!(
+                indexed.slots[slot].counts.device,
+                model.blocks(),
+                "{slot:?}"
+            );
         }
     }
 
@@ -454,7 +616,11 @@ fn what_a_live_request_holds_is_seen_whole_whatever_others_do_meanwhile() {
     let bed = Bed::new(lru(Some(2_000)));
     (0..RANKS).for_each(|slot| _ = bed.predictor.open(Slot(slot), name(Slot(slot)), None));
     // Longer than what is entered or taken out in one step, and than a run.
-    let path = |turn: u64| -> Vec<u8> { (0..1_500).map(|at| if at < 700 { 1 } else { (turn % 5) as u8 }).collect() };
+    let path = |turn: u64| -> Vec<u8> {
+        (0..1_500)
+            .map(|at| if at < 700 { 1 } else { (turn % 5) as u8 })
+            .collect()
+    };
     let held = bed.record(A, &path(0));
     let whole = prompt(&path(0));
     let done = AtomicBool::new(false);
@@ -486,7 +652,10 @@ fn what_a_live_request_holds_is_seen_whole_whatever_others_do_meanwhile() {
         assert_eq!(ended, [true, true]);
     });
     let stats = bed.predictor.stats();
-    assert!(stats.ranks[..2].iter().all(|rank| rank.evicted > 0), "{stats:?}");
+    assert!(
+        stats.ranks[..2].iter().all(|rank| rank.evicted > 0),
+        "{stats:?}"
+    );
     drop(held);
 }
 
@@ -500,7 +669,11 @@ fn prediction_beside_events_ends_a_fixed_time_after_the_request() {
             true => Predictor::beside_events(Policy::Ttl(ttl(100)), clock),
             false => Predictor::new(Policy::Ttl(ttl(100)), clock),
         };
-        let mut bed = Bed { now, predictor, overlaps: Overlaps::new() };
+        let mut bed = Bed {
+            now,
+            predictor,
+            overlaps: Overlaps::new(),
+        };
         bed.predictor.open(A, name(A), None);
         let send = |bed: &Bed, path: &[u8]| bed.predictor.send(A, name(A), &prompt(path));
         // One answer comes in time, one after its prediction has ended.

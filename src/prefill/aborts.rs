@@ -22,8 +22,12 @@ use crate::metrics::{Metrics, OutcomeLabel};
 use crate::worker::Endpoint;
 
 /// When an engine is told. Copies have megabytes, and Envoy may have to connect for one.
-const WORDS: [Duration; 4] =
-    [Duration::ZERO, Duration::from_millis(500), Duration::from_secs(2), Duration::from_secs(10)];
+const WORDS: [Duration; 4] = [
+    Duration::ZERO,
+    Duration::from_millis(500),
+    Duration::from_secs(2),
+    Duration::from_secs(10),
+];
 
 /// How many of these the end of the process waits for.
 const WAITED_FOR: usize = 2;
@@ -75,7 +79,13 @@ impl Aborts {
         under_way: TaskTracker,
     ) -> Result<Arc<Self>, EngineError> {
         let client = EngineClient::new(&of_our_own(engines))?;
-        Ok(Arc::new(Self { client, engines: engines.clone(), metrics, under_way, lanes: Mutex::default() }))
+        Ok(Arc::new(Self {
+            client,
+            engines: engines.clone(),
+            metrics,
+            under_way,
+            lanes: Mutex::default(),
+        }))
     }
 
     /// The way under another configuration: this one, if nothing changes for it.
@@ -85,7 +95,13 @@ impl Aborts {
             return Ok(self.clone());
         }
         let (metrics, under_way) = (self.metrics.clone(), self.under_way.clone());
-        Ok(Arc::new(Self { client, engines: engines.clone(), metrics, under_way, lanes: Mutex::default() }))
+        Ok(Arc::new(Self {
+            client,
+            engines: engines.clone(),
+            metrics,
+            under_way,
+            lanes: Mutex::default(),
+        }))
     }
 
     /// Tells one engine that nobody waits for a request any longer. `credentials` are the client's own, for where the
@@ -106,8 +122,19 @@ impl Aborts {
                 (Some(_), Err(_)) => self.count("overflow"),
                 (Some(request), Ok(_room)) => {
                     let engine = self.engines.url(worker);
-                    let body = Bytes::from(json!({"rid": &*request, "abort_all": false}).to_string());
-                    self.tell(Abort { engine, lane, body, credentials, _room }, tracked).await;
+                    let body =
+                        Bytes::from(json!({"rid": &*request, "abort_all": false}).to_string());
+                    self.tell(
+                        Abort {
+                            engine,
+                            lane,
+                            body,
+                            credentials,
+                            _room,
+                        },
+                        tracked,
+                    )
+                    .await;
                 }
             }
         }
@@ -145,7 +172,14 @@ impl Aborts {
     async fn say(&self, abort: &Abort) -> Result<(), EngineError> {
         // It is never closed.
         let _turn = abort.lane.turns.acquire().await;
-        self.client.tell(&abort.engine, "abort_request", abort.body.clone(), abort.credentials.clone()).await
+        self.client
+            .tell(
+                &abort.engine,
+                "abort_request",
+                abort.body.clone(),
+                abort.credentials.clone(),
+            )
+            .await
     }
 
     fn lane(&self, worker: Endpoint) -> Arc<Lane> {
@@ -154,19 +188,28 @@ impl Aborts {
             return lane;
         }
         lanes.retain(|_, lane| lane.strong_count() > 0);
-        let lane = Arc::new(Lane { turns: Semaphore::new(AT_ONCE), room: Arc::new(Semaphore::new(MOST)) });
+        let lane = Arc::new(Lane {
+            turns: Semaphore::new(AT_ONCE),
+            room: Arc::new(Semaphore::new(MOST)),
+        });
         lanes.insert(worker, Arc::downgrade(&lane));
         lane
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics.prefill_aborts.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .prefill_aborts
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 }
 
 /// Words are not held up by other questions, nor these by words: what bounds them is [`AT_ONCE`].
 fn of_our_own(engines: &EnginesConfig) -> EnginesConfig {
-    EnginesConfig { in_flight: u32::MAX, ..engines.clone() }
+    EnginesConfig {
+        in_flight: u32::MAX,
+        ..engines.clone()
+    }
 }
 
 #[cfg(test)]

@@ -48,7 +48,11 @@ pub struct Called {
 impl Called {
     /// A request whose prefill is called for.
     pub fn new(call: &Arc<Call>, api: Option<Api>, request: RouteRequest) -> Self {
-        Self { call: call.clone(), api, request }
+        Self {
+            call: call.clone(),
+            api,
+            request,
+        }
     }
 
     /// How long another try may take.
@@ -61,7 +65,9 @@ impl Called {
         &self,
         entrance: &Entrance,
         mut admitted: Admitted,
-        Retried { to, headers, body, .. }: Retried,
+        Retried {
+            to, headers, body, ..
+        }: Retried,
     ) -> Result<(Admitted, Bytes), RouteError> {
         blame(entrance, &mut admitted).await;
         // Whatever becomes of it: what the first try was to take over must not be taken over now.
@@ -71,10 +77,20 @@ impl Called {
             Cleaned::Unreadable => return Err(RouteError::NoCandidate),
         };
         let request = self.request.clone();
-        let anew = RouteRequest { step: Step::PrefillFirst { failed: Vec::new() }, ..request.clone() };
+        let anew = RouteRequest {
+            step: Step::PrefillFirst { failed: Vec::new() },
+            ..request.clone()
+        };
         entrance.place_anew(&mut admitted, anew, Some(to))?;
-        let Ok(handing) = Handing::new(self.api, self.call.protocol, &body) else { return Ok((admitted, body)) };
-        let wanted = Wanted { request, handing, headers, at: Some(to) };
+        let Ok(handing) = Handing::new(self.api, self.call.protocol, &body) else {
+            return Ok((admitted, body));
+        };
+        let wanted = Wanted {
+            request,
+            handing,
+            headers,
+            at: Some(to),
+        };
         let carried = self.call.carry(entrance, wanted, admitted).await?;
         Ok((carried.admitted, carried.body.unwrap_or(body)))
     }
@@ -103,18 +119,42 @@ impl Mirror {
         let router = entrance.router();
         let mut failed = given.failed.clone();
         let place = |admitted: &mut Admitted, failed: &[WorkerId]| {
-            let anew = RouteRequest { step: Step::Anew { failed: failed.to_vec() }, ..given.request.clone() };
+            let anew = RouteRequest {
+                step: Step::Anew {
+                    failed: failed.to_vec(),
+                },
+                ..given.request.clone()
+            };
             entrance.place_anew(admitted, anew, copy.at)
         };
         let mut once_more = true;
         loop {
-            let met =
-                self.meet(Given { failed: failed.clone(), ..given.clone() }, body, &admitted.booked.route, router);
+            let met = self.meet(
+                Given {
+                    failed: failed.clone(),
+                    ..given.clone()
+                },
+                body,
+                &admitted.booked.route,
+                router,
+            );
             let mut met = met.ok_or(RouteError::NoPrefill)?;
             let (path, headers) = (copy.path.clone(), copy.headers.clone());
             let question = Question::alone(met.body.clone());
             let read = self.on_prefill_response(&admitted.booked);
-            let failure = match self.caller.begin(Asked { worker: met.prefill, path, headers, question }, read).await {
+            let failure = match self
+                .caller
+                .begin(
+                    Asked {
+                        worker: met.prefill,
+                        path,
+                        headers,
+                        question,
+                    },
+                    read,
+                )
+                .await
+            {
                 Ok(begun) => {
                     met.mirrored.carries(begun);
                     return Ok(met);
@@ -127,7 +167,13 @@ impl Mirror {
             if matches!(failure, Failure::Full) {
                 return Err(RouteError::NoPrefill);
             }
-            failed.extend(admitted.booked.route.prefill().map(|prefill| prefill.to.rank.worker));
+            failed.extend(
+                admitted
+                    .booked
+                    .route
+                    .prefill()
+                    .map(|prefill| prefill.to.rank.worker),
+            );
             if let Some(outcome) = failure.outcome(|| false) {
                 note(router, admitted, outcome);
             }
@@ -149,7 +195,9 @@ impl Mirror {
     fn on_prefill_response(&self, booked: &Booked) -> impl FnOnce(&HandedOver) + Send + 'static {
         let (audit, foreseen) = (self.audit.clone(), self.audit.foresee(&booked.route));
         let prompts = booked.prompts().to_vec();
-        move |handed: &HandedOver| report::audit_prefill_response(&audit, foreseen, prompts, handed.usage())
+        move |handed: &HandedOver| {
+            report::audit_prefill_response(&audit, foreseen, prompts, handed.usage())
+        }
     }
 }
 
@@ -163,16 +211,34 @@ impl Mirrored {
         retried: Retried,
     ) -> Result<Met, RouteError> {
         let (given, mirror) = (self.given.clone(), self.mirror.clone());
-        let Retried { to, path, headers, body } = retried;
+        let Retried {
+            to,
+            path,
+            headers,
+            body,
+        } = retried;
         let mut failed = given.failed.clone();
         failed.extend(who_failed(entrance, admitted).await);
         drop(self);
-        let anew = |failed| RouteRequest { step: Step::Anew { failed }, ..given.request.clone() };
+        let anew = |failed| RouteRequest {
+            step: Step::Anew { failed },
+            ..given.request.clone()
+        };
         let placed = entrance.place_anew(admitted, anew(failed.clone()), Some(to));
         // Better one that failed than none.
         placed.or_else(|_| entrance.place_anew(admitted, anew(Vec::new()), Some(to)))?;
-        let copy = Copy { path, headers, at: Some(to) };
-        mirror.meet_by_us(entrance, admitted, (Given { failed, ..given }, &body, &copy)).await
+        let copy = Copy {
+            path,
+            headers,
+            at: Some(to),
+        };
+        mirror
+            .meet_by_us(
+                entrance,
+                admitted,
+                (Given { failed, ..given }, &body, &copy),
+            )
+            .await
     }
 }
 
@@ -180,7 +246,8 @@ impl Mirrored {
 /// that both still live.
 async fn who_failed(entrance: &Entrance, admitted: &mut Admitted) -> Option<WorkerId> {
     let prefill = admitted.booked.route.prefill()?.to;
-    let (decode_lives, prefill_lives) = tokio::join!(blame(entrance, admitted), accepts(prefill.endpoint));
+    let (decode_lives, prefill_lives) =
+        tokio::join!(blame(entrance, admitted), accepts(prefill.endpoint));
     if !prefill_lives {
         note(entrance.router(), admitted, Outcome::Failure);
     }
@@ -191,7 +258,10 @@ async fn who_failed(entrance: &Entrance, admitted: &mut Admitted) -> Option<Work
 async fn blame(entrance: &Entrance, admitted: &mut Admitted) -> bool {
     let lives = accepts(admitted.booked.route.to.endpoint).await;
     if !lives {
-        let gone = Answer { status: 503, from: AnswerFrom::Gateway };
+        let gone = Answer {
+            status: 503,
+            from: AnswerFrom::Gateway,
+        };
         for (worker, change) in entrance.router().answered(&mut admitted.booked, gone) {
             info!(%worker, ?change, "the health of a worker changed");
         }
@@ -201,5 +271,8 @@ async fn blame(entrance: &Entrance, admitted: &mut Admitted) -> bool {
 
 /// Whether anybody accepts connections there.
 pub(super) async fn accepts(Endpoint(address): Endpoint) -> bool {
-    matches!(timeout(ACCEPTS_WITHIN, TcpStream::connect(address)).await, Ok(Ok(_)))
+    matches!(
+        timeout(ACCEPTS_WITHIN, TcpStream::connect(address)).await,
+        Ok(Ok(_))
+    )
 }

@@ -58,9 +58,18 @@ impl Failure {
     fn of(error: EngineError) -> Self {
         match error {
             EngineError::Busy => Self::Full,
-            EngineError::Status { status: 408 | 425 | 429 | 503 | 529, .. } => Self::Busy(error),
-            EngineError::Status { status: 400 | 413 | 422, .. } => Self::Refused(error),
-            EngineError::Status { status: 400..=499, .. } | EngineError::NotOffered(_) => Self::NotOffered(error),
+            EngineError::Status {
+                status: 408 | 425 | 429 | 503 | 529,
+                ..
+            } => Self::Busy(error),
+            EngineError::Status {
+                status: 400 | 413 | 422,
+                ..
+            } => Self::Refused(error),
+            EngineError::Status {
+                status: 400..=499, ..
+            }
+            | EngineError::NotOffered(_) => Self::NotOffered(error),
             EngineError::TooLarge(_) | EngineError::Unreadable(_) => Self::Useless(error),
             error => Self::Failed(error),
         }
@@ -127,7 +136,11 @@ pub struct Caller {
 
 impl Caller {
     /// The way to prefill workers, each of whom has so long.
-    pub fn new(engines: EnginesConfig, deadline: Duration, metrics: Arc<Metrics>) -> Result<Self, EngineError> {
+    pub fn new(
+        engines: EnginesConfig,
+        deadline: Duration,
+        metrics: Arc<Metrics>,
+    ) -> Result<Self, EngineError> {
         Ok(Self {
             client: EngineClient::new(&engines)?,
             engines,
@@ -154,7 +167,12 @@ impl Caller {
 
     /// The way under another configuration: by the same connections and with the same limit, if nothing changes for these.
     pub fn renewed(&self, engines: EnginesConfig, deadline: Duration) -> Result<Self, EngineError> {
-        Ok(Self { client: self.client.renewed(&engines)?, engines, deadline, ..self.clone() })
+        Ok(Self {
+            client: self.client.renewed(&engines)?,
+            engines,
+            deadline,
+            ..self.clone()
+        })
     }
 
     /// How long one prefill may take.
@@ -206,7 +224,9 @@ impl Caller {
         judge: impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant) + Send + 'static,
     ) -> (T, Result<HandedOver, Failure>) {
         let (here, left) = oneshot::channel::<()>();
-        let task = self.under_way.spawn(self.clone().carry(asked, (held, judge), (left, None)));
+        let task = self
+            .under_way
+            .spawn(self.clone().carry(asked, (held, judge), (left, None)));
         let answered = task.await;
         drop(here);
         match answered {
@@ -230,7 +250,9 @@ impl Caller {
                 on_response(handed);
             }
         };
-        let mut task = self.under_way.spawn(self.clone().carry(asked, ((), judge), (left, Some(begun))));
+        let mut task =
+            self.under_way
+                .spawn(self.clone().carry(asked, ((), judge), (left, Some(begun))));
         tokio::select! {
             biased;
             Ok(()) = has_begun => Ok(Begun { here: Some(here), task: Some(task) }),
@@ -245,19 +267,40 @@ impl Caller {
 
     async fn carry<T>(
         self,
-        Asked { worker, path, headers, question }: Asked,
-        (mut held, judge): (T, impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant)),
+        Asked {
+            worker,
+            path,
+            headers,
+            question,
+        }: Asked,
+        (mut held, judge): (
+            T,
+            impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant),
+        ),
         (left, begun): (oneshot::Receiver<()>, Option<oneshot::Sender<()>>),
     ) -> Ended<T> {
         let under_way = UnderWay::begin(self.metrics.clone());
         let sending = Arc::new(Sending::default());
         let asked_at = Instant::now();
         let (body, pending) = question.send();
-        let noticed = |body, begun| reqwest::Body::wrap(Noticed { body: Some(body), sending: sending.clone(), begun });
+        let noticed = |body, begun| {
+            reqwest::Body::wrap(Noticed {
+                body: Some(body),
+                sending: sending.clone(),
+                begun,
+            })
+        };
         // What is computed twice is only given up later. A room that is entered twice is another matter.
         let again = (self.repeats && begun.is_none()).then(|| noticed(body.clone(), None));
         let (engine, body) = (self.engines.url(worker), noticed(body, begun));
-        let call = Forwarded { engine: &engine, path: &path, headers, body, again, deadline: self.deadline };
+        let call = Forwarded {
+            engine: &engine,
+            path: &path,
+            headers,
+            body,
+            again,
+            deadline: self.deadline,
+        };
         let call = self.client.forward(call);
         tokio::pin!(call);
         let answer = tokio::select! {
@@ -273,7 +316,9 @@ impl Caller {
                 call.await
             }
         };
-        let answer = answer.map(|answer| pending.answered(answer)).map_err(Failure::of);
+        let answer = answer
+            .map(|answer| pending.answered(answer))
+            .map_err(Failure::of);
         under_way.ended(answer.as_ref().map_or_else(Failure::label, |_| "done"));
         if answer.is_ok() {
             self.did(worker);
@@ -283,7 +328,10 @@ impl Caller {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics.prefill_calls.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .prefill_calls
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 }
 
@@ -315,7 +363,9 @@ pub struct Begun {
 impl Begun {
     /// Completes once, when it is done or has failed.
     pub async fn ended(&mut self) -> Result<(), Failure> {
-        let Some(task) = &mut self.task else { return std::future::pending().await };
+        let Some(task) = &mut self.task else {
+            return std::future::pending().await;
+        };
         let ended = task.await;
         self.task = None;
         match ended {
@@ -351,7 +401,10 @@ impl Sending {
 
     /// Whether it is so, now or before.
     fn settle(&self, state: u8) -> bool {
-        match self.0.compare_exchange(0, state, Ordering::AcqRel, Ordering::Acquire) {
+        match self
+            .0
+            .compare_exchange(0, state, Ordering::AcqRel, Ordering::Acquire)
+        {
             Ok(_) => true,
             Err(settled) => settled == state,
         }
@@ -367,7 +420,10 @@ impl Body for Noticed {
     type Data = Bytes;
     type Error = TakenBack;
 
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, TakenBack>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, TakenBack>>> {
         if !self.sending.begin() {
             return Poll::Ready(Some(Err(TakenBack)));
         }

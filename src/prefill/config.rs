@@ -64,7 +64,11 @@ impl Default for PrefillConfig {
 impl PrefillConfig {
     /// How long Envoy has to wait for a prefill that is called for, with every try.
     pub fn longest_call(&self) -> Duration {
-        if self.by == By::Call { self.deadline.get().saturating_mul(self.tries) } else { Duration::ZERO }
+        if self.by == By::Call {
+            self.deadline.get().saturating_mul(self.tries)
+        } else {
+            Duration::ZERO
+        }
     }
 
     /// Mistakes of meaning.
@@ -72,22 +76,43 @@ impl PrefillConfig {
         let default = Self::default();
         let mut problems = Vec::new();
         if self.deadline.get().is_zero() {
-            problems.push(Problem::of("deadline", "no prefill could be done within 0s; the default is 20s"));
+            problems.push(Problem::of(
+                "deadline",
+                "no prefill could be done within 0s; the default is 20s",
+            ));
         }
         if self.tries == 0 {
-            problems.push(Problem::of("tries", "nobody would be asked; write at least 1, or `by: header`"));
+            problems.push(Problem::of(
+                "tries",
+                "nobody would be asked; write at least 1, or `by: header`",
+            ));
         }
         if self.in_flight == 0 {
-            problems.push(Problem::of("in_flight", "nobody could be asked; the default is 4096"));
+            problems.push(Problem::of(
+                "in_flight",
+                "nobody could be asked; the default is 4096",
+            ));
         }
         if self.cluster.trim().is_empty() {
-            problems.push(Problem::of("cluster", "the cluster has no name; write it as Envoy's configuration does"));
+            problems.push(Problem::of(
+                "cluster",
+                "the cluster has no name; write it as Envoy's configuration does",
+            ));
         }
         let only = |by: By, key: &'static str, other: bool| {
-            (self.by != by && other).then(|| Problem::of(key, format!("is read with `by: {}` only", by.as_str())))
+            (self.by != by && other)
+                .then(|| Problem::of(key, format!("is read with `by: {}` only", by.as_str())))
         };
-        problems.extend(only(By::Call, "protocol", self.protocol != default.protocol));
-        problems.extend(only(By::Call, "tries", self.tries != default.tries && self.tries != 0));
+        problems.extend(only(
+            By::Call,
+            "protocol",
+            self.protocol != default.protocol,
+        ));
+        problems.extend(only(
+            By::Call,
+            "tries",
+            self.tries != default.tries && self.tries != 0,
+        ));
         problems.extend(only(
             By::Mirror,
             "cluster",

@@ -108,7 +108,10 @@ pub struct Question {
 impl Question {
     /// A question whose answer nobody takes over.
     pub fn alone(body: Bytes) -> Self {
-        Self { body, of: Number::next() }
+        Self {
+            body,
+            of: Number::next(),
+        }
     }
 
     /// The body, and what makes its answer the answer to it.
@@ -126,7 +129,10 @@ pub(super) struct Pending {
 impl Pending {
     /// Its answer.
     pub(super) fn answered(self, answer: Bytes) -> HandedOver {
-        HandedOver { answer, of: self.of }
+        HandedOver {
+            answer,
+            of: self.of,
+        }
     }
 }
 
@@ -179,9 +185,16 @@ pub struct Handing {
 impl Handing {
     /// A request that can be handed over.
     pub fn new(api: Option<Api>, protocol: Protocol, body: &Bytes) -> Result<Self, Unfit> {
-        let api = api.filter(|api| matches!(api, Api::ChatCompletions | Api::Completions)).ok_or(Unfit::Api)?;
+        let api = api
+            .filter(|api| matches!(api, Api::ChatCompletions | Api::Completions))
+            .ok_or(Unfit::Api)?;
         fit(body)?;
-        Ok(Self { api, protocol, body: body.clone(), number: Number::next() })
+        Ok(Self {
+            api,
+            protocol,
+            body: body.clone(),
+            number: Number::next(),
+        })
     }
 
     /// The engine's own path for it.
@@ -206,12 +219,18 @@ impl Handing {
         if self.api == Api::ChatCompletions {
             changes.push(Change::set("max_completion_tokens", b"1"));
         }
-        Some(Question { body: edit::change(&self.body, &changes)?.into(), of: Number(self.number.0) })
+        Some(Question {
+            body: edit::change(&self.body, &changes)?.into(),
+            of: Number(self.number.0),
+        })
     }
 
     /// What the decode worker is asked, given what the prefill worker answered: the request as it came, and what it takes
     /// over, byte for byte.
-    pub fn decode_body(self, HandedOver { answer, of }: HandedOver) -> Result<Bytes, NotHandedOver> {
+    pub fn decode_body(
+        self,
+        HandedOver { answer, of }: HandedOver,
+    ) -> Result<Bytes, NotHandedOver> {
         if of != self.number {
             return Err(NotHandedOver::Others);
         }
@@ -219,7 +238,8 @@ impl Handing {
             Protocol::Vllm => (KV_TRANSFER, transfer_params(&answer)?.to_vec()),
             Protocol::Trtllm => (DISAGGREGATED, disaggregated_params(&answer)?),
         };
-        let body = edit::set_field(&self.body, field, &taken_over).ok_or(NotHandedOver::Unreadable)?;
+        let body =
+            edit::set_field(&self.body, field, &taken_over).ok_or(NotHandedOver::Unreadable)?;
         Ok(body.into())
     }
 }
@@ -309,21 +329,35 @@ fn disaggregated_params(answer: &[u8]) -> Result<Vec<u8>, NotHandedOver> {
         #[serde(borrow, default)]
         finish_reason: Option<Cow<'a, str>>,
     }
-    let answer: Answer<'_> = serde_json::from_slice(answer).map_err(|_| NotHandedOver::Unreadable)?;
-    let [Choice { disaggregated_params, finish_reason }] = &answer.choices[..] else {
+    let answer: Answer<'_> =
+        serde_json::from_slice(answer).map_err(|_| NotHandedOver::Unreadable)?;
+    let [
+        Choice {
+            disaggregated_params,
+            finish_reason,
+        },
+    ] = &answer.choices[..]
+    else {
         return Err(NotHandedOver::Unreadable);
     };
     // An answer that is over with its first token must not go on; whoever decodes finds its end for himself.
-    if finish_reason.as_deref().is_some_and(|reason| !matches!(reason, "length" | "not_finished")) {
+    if finish_reason
+        .as_deref()
+        .is_some_and(|reason| !matches!(reason, "length" | "not_finished"))
+    {
         return Err(NotHandedOver::Nothing);
     }
-    let params = disaggregated_params.ok_or(NotHandedOver::Nothing)?.get().as_bytes();
+    let params = disaggregated_params
+        .ok_or(NotHandedOver::Nothing)?
+        .get()
+        .as_bytes();
     let named = edit::look(params, &["ctx_request_id"]).ok_or(NotHandedOver::Unreadable)?;
     match named[..] {
         [(_, id)] if id != b"null" => {}
         _ => return Err(NotHandedOver::Nothing),
     }
-    edit::set_field(params, "request_type", br#""generation_only""#).ok_or(NotHandedOver::Unreadable)
+    edit::set_field(params, "request_type", br#""generation_only""#)
+        .ok_or(NotHandedOver::Unreadable)
 }
 
 /// What became of a body from which everything was to be taken that a client says of KV to take over.
@@ -340,13 +374,19 @@ pub enum Cleaned {
 /// Takes out what a client says of KV to take over.
 pub fn clean(body: &[u8]) -> Cleaned {
     let keys: Vec<&str> = HANDOVERS.into_iter().chain([EXTRA]).collect();
-    let Some(said) = edit::look(body, &keys) else { return Cleaned::Unreadable };
+    let Some(said) = edit::look(body, &keys) else {
+        return Cleaned::Unreadable;
+    };
     let forged = |(of, json): &(usize, &[u8])| match keys[*of] {
         EXTRA => edit::look(json, &HANDOVERS).is_none_or(|inside| !inside.is_empty()),
         _ => true,
     };
-    let forged: Vec<usize> =
-        said.iter().filter(|(_, json)| *json != b"null").filter(|said| forged(said)).map(|(of, _)| *of).collect();
+    let forged: Vec<usize> = said
+        .iter()
+        .filter(|(_, json)| *json != b"null")
+        .filter(|said| forged(said))
+        .map(|(of, _)| *of)
+        .collect();
     if forged.is_empty() {
         return Cleaned::Clean;
     }

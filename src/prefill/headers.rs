@@ -28,10 +28,15 @@ pub fn forwarded<'h>(
     let mut map = HeaderMap::new();
     for (name, value) in headers {
         let name = name.to_ascii_lowercase();
-        if name.starts_with(':') || KEPT.contains(&&*name) || name.starts_with("x-envoy-") || reserved(&name) {
+        if name.starts_with(':')
+            || KEPT.contains(&&*name)
+            || name.starts_with("x-envoy-")
+            || reserved(&name)
+        {
             continue;
         }
-        if let (Ok(name), Ok(value)) = (HeaderName::try_from(name), HeaderValue::from_bytes(value)) {
+        if let (Ok(name), Ok(value)) = (HeaderName::try_from(name), HeaderValue::from_bytes(value))
+        {
             map.append(name, value);
         }
     }
@@ -57,10 +62,17 @@ mod tests {
             ("bad name", b"x"),
         ];
         let map = forwarded(sent, |name| name == "x-worker-instance-id");
-        let mut names: Vec<_> = map.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        let mut names: Vec<_> = map
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_bytes()))
+            .collect();
         names.sort_unstable();
-        let expected: [(&str, &[u8]); 4] =
-            [("authorization", b"Bearer x"), ("x-request-id", b"req-1"), ("x-tag", b"a"), ("x-tag", b"b\xff")];
+        let expected: [(&str, &[u8]); 4] = [
+            ("authorization", b"Bearer x"),
+            ("x-request-id", b"req-1"),
+            ("x-tag", b"a"),
+            ("x-tag", b"b\xff"),
+        ];
         assert_eq!(names, expected);
     }
 }

@@ -79,7 +79,14 @@ struct Way<'a> {
 
 impl Way<'_> {
     fn place(&self, admitted: &mut Admitted, step: Step) -> Result<(), RouteError> {
-        self.entrance.place_anew(admitted, RouteRequest { step, ..self.request.clone() }, self.at)
+        self.entrance.place_anew(
+            admitted,
+            RouteRequest {
+                step,
+                ..self.request.clone()
+            },
+            self.at,
+        )
     }
 
     fn may_decoders_prefill(&self) -> bool {
@@ -101,20 +108,41 @@ impl Call {
         wanted: Wanted,
         mut admitted: Admitted,
     ) -> Result<Carried, RouteError> {
-        let Wanted { request, handing, headers, at } = wanted;
-        let way = Way { entrance, request, headers, path: handing.path(), at };
+        let Wanted {
+            request,
+            handing,
+            headers,
+            at,
+        } = wanted;
+        let way = Way {
+            entrance,
+            request,
+            headers,
+            path: handing.path(),
+            at,
+        };
         let mut handing = Some(handing);
         let mut failed: Vec<WorkerId> = Vec::new();
         while let Some(to) = admitted.booked.route.prefill().map(|prefill| prefill.to) {
             let rung;
             (admitted, rung) = self.step(&way, to, admitted, &mut handing).await;
             let because = match rung {
-                Rung::Over(body) => return Ok(Carried { admitted, body: Some(body) }),
+                Rung::Over(body) => {
+                    return Ok(Carried {
+                        admitted,
+                        body: Some(body),
+                    });
+                }
                 Rung::Next => {
                     failed.push(to.rank.worker);
                     // Who named its prefill worker wants no other.
                     if failed.len() < self.tries as usize && way.request.prefill_pin.is_none() {
-                        way.place(&mut admitted, Step::PrefillFirst { failed: failed.clone() })?;
+                        way.place(
+                            &mut admitted,
+                            Step::PrefillFirst {
+                                failed: failed.clone(),
+                            },
+                        )?;
                         continue;
                     }
                     Rung::Instead(Bypass::PrefillFailed)
@@ -129,7 +157,10 @@ impl Call {
                 _ => return Err(RouteError::NoPrefill),
             }
         }
-        Ok(Carried { admitted, body: None })
+        Ok(Carried {
+            admitted,
+            body: None,
+        })
     }
 
     /// Asks the prefill worker that is booked, and places the request with whoever takes over.
@@ -142,18 +173,28 @@ impl Call {
     ) -> (Admitted, Rung) {
         let router = way.entrance.router();
         // Who has left is not asked.
-        let Some(done) = router.prefilled_by(&admitted.booked.route) else { return (admitted, Rung::Next) };
+        let Some(done) = router.prefilled_by(&admitted.booked.route) else {
+            return (admitted, Rung::Next);
+        };
         let Some(question) = handing.as_ref().and_then(Handing::question) else {
             return (admitted, Rung::Together(Bypass::NotHandedOver));
         };
         let begun = Instant::now();
         let headers = headers_for(&way.headers, to);
-        let asked = Asked { worker: to.endpoint, path: way.path.to_owned(), headers, question };
+        let asked = Asked {
+            worker: to.endpoint,
+            path: way.path.to_owned(),
+            headers,
+            question,
+        };
         let (mut admitted, answer) = self.ask(router, asked, admitted).await;
         let mut rung = self.rung(to.endpoint, handing, answer);
         if let Rung::Over(_) = rung {
             router.prefill_done(&admitted.booked, begun.elapsed());
-            if way.place(&mut admitted, Step::Decode(Box::new(done))).is_err() {
+            if way
+                .place(&mut admitted, Step::Decode(Box::new(done)))
+                .is_err()
+            {
                 // Nobody stands where it could be taken over.
                 rung = Rung::Instead(Bypass::OutOfReach);
             }
@@ -168,19 +209,28 @@ impl Call {
         admitted: Admitted,
     ) -> (Admitted, Result<HandedOver, Failure>) {
         let (router, caller, worker) = (router.clone(), self.caller.clone(), asked.worker);
-        let (audit, foreseen) = (self.audit.clone(), self.audit.foresee(&admitted.booked.route));
+        let (audit, foreseen) = (
+            self.audit.clone(),
+            self.audit.foresee(&admitted.booked.route),
+        );
         // Heard of its end also where the client has left.
         let judge = move |admitted: &mut Admitted, answer: &Result<HandedOver, Failure>, since| {
-            let outcome = answer
-                .as_ref()
-                .map_or_else(|failure| failure.outcome(|| caller.lives(worker, since)), |_| Some(Outcome::Success));
+            let outcome = answer.as_ref().map_or_else(
+                |failure| failure.outcome(|| caller.lives(worker, since)),
+                |_| Some(Outcome::Success),
+            );
             if let Ok(handed) = answer {
                 router.confirm_prefill(&mut admitted.booked);
                 let usage = handed.usage();
                 if usage.is_some() {
                     router.on_prompt_computed(&mut admitted.booked);
                 }
-                report::audit_prefill_response(&audit, foreseen, admitted.booked.take_prompts(), usage);
+                report::audit_prefill_response(
+                    &audit,
+                    foreseen,
+                    admitted.booked.take_prompts(),
+                    usage,
+                );
             }
             if let Some(outcome) = outcome {
                 note(&router, admitted, outcome);
@@ -190,7 +240,12 @@ impl Call {
     }
 
     /// What an answer leads to; the request is used up by what it takes over.
-    fn rung(&self, worker: Endpoint, handing: &mut Option<Handing>, answer: Result<HandedOver, Failure>) -> Rung {
+    fn rung(
+        &self,
+        worker: Endpoint,
+        handing: &mut Option<Handing>,
+        answer: Result<HandedOver, Failure>,
+    ) -> Rung {
         let handed = match answer {
             Ok(handed) => handed,
             Err(failure) => {

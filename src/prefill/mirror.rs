@@ -45,19 +45,32 @@ pub struct Met {
 
 impl Mirror {
     /// Has the two workers of a route meet, where the gateway makes the copy; none where there is nobody to meet.
-    pub fn meet(self: &Arc<Self>, given: Given, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
+    pub fn meet(
+        self: &Arc<Self>,
+        given: Given,
+        body: &[u8],
+        route: &Route,
+        router: &Router,
+    ) -> Option<Met> {
         let to = route.prefill()?.to;
         let worker = router.fleet().worker(to.rank.worker)?.clone();
         let mut random = rand::rng();
         let room = Room::draw(worker.ranks, to.rank.rank, &mut random);
         let request = format!("warmroute-{:032x}", random.random::<u128>()).into();
         let (host, port) = worker.meeting_place();
-        let meeting = Meeting { host, port, room, request };
+        let meeting = Meeting {
+            host,
+            port,
+            room,
+            request,
+        };
         let invited = meeting.invite(body, given.name.as_deref())?;
         let name = invited.named_by_us.then_some(meeting.request);
         // Another try needs some time, too.
         let now = Instant::now();
-        let due = given.due.map_or(now + self.deadline, |due| due.max(now + self.deadline / 2));
+        let due = given
+            .due
+            .map_or(now + self.deadline, |due| due.max(now + self.deadline / 2));
         let mirrored = Mirrored {
             mirror: self.clone(),
             worker: to.endpoint,
@@ -65,10 +78,18 @@ impl Mirror {
             due: Some(due),
             names: name.as_ref().map(|name| names(name, body)),
             begun: None,
-            given: Given { name, due: Some(due), ..given },
+            given: Given {
+                name,
+                due: Some(due),
+                ..given
+            },
             over: false,
         };
-        Some(Met { body: invited.body, prefill: to.endpoint, mirrored })
+        Some(Met {
+            body: invited.body,
+            prefill: to.endpoint,
+            mirrored,
+        })
     }
 }
 
@@ -90,7 +111,13 @@ pub struct Given {
 impl Given {
     /// A request that has not been tried yet.
     pub fn new(request: RouteRequest, credentials: Option<HeaderValue>) -> Self {
-        Self { request, failed: Vec::new(), name: None, credentials, due: None }
+        Self {
+            request,
+            failed: Vec::new(),
+            name: None,
+            credentials,
+            due: None,
+        }
     }
 }
 
@@ -212,7 +239,11 @@ impl Mirrored {
                 None => drop(runtime.spawn(aborts.clone().abort(worker, None, None))),
                 Some(names) => {
                     for name in names.iter() {
-                        runtime.spawn(aborts.clone().abort(worker, Some(name.clone()), self.given.credentials.clone()));
+                        runtime.spawn(aborts.clone().abort(
+                            worker,
+                            Some(name.clone()),
+                            self.given.credentials.clone(),
+                        ));
                     }
                 }
             }

@@ -24,8 +24,15 @@ pub(super) fn audit_prefill_response(
     usage: Option<Usage>,
 ) {
     match usage {
-        Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) => {
-            let said = Said { prompt: prompt_tokens, cached };
+        Some(Usage {
+            prompt_tokens,
+            cached_tokens: Some(cached),
+            ..
+        }) => {
+            let said = Said {
+                prompt: prompt_tokens,
+                cached,
+            };
             audit.count_delivered_tokens(&foreseen, said);
             audit.answered(Answered::new(foreseen, said, prompts), Instant::now());
         }

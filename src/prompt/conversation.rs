@@ -21,7 +21,11 @@ pub(super) struct Turn<'m> {
 impl<'m> Turn<'m> {
     /// A message that says a text.
     pub(super) fn plain(role: &'m str, text: Cow<'m, str>) -> Self {
-        Self { role, content: Said::Text(text), rest: Vec::new() }
+        Self {
+            role,
+            content: Said::Text(text),
+            rest: Vec::new(),
+        }
     }
 
     /// Whether the message carries the assistant's thoughts.
@@ -54,14 +58,25 @@ enum What<'m> {
 impl<'m> Said<'m> {
     /// A list of texts.
     pub(super) fn of_texts(texts: impl IntoIterator<Item = Cow<'m, str>>) -> Self {
-        Self::Parts(texts.into_iter().map(|text| Piece { what: What::Text(text), extra: Vec::new() }).collect())
+        Self::Parts(
+            texts
+                .into_iter()
+                .map(|text| Piece {
+                    what: What::Text(text),
+                    extra: Vec::new(),
+                })
+                .collect(),
+        )
     }
 
     /// Bytes of all texts.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
-            Self::Parts(parts) => parts.iter().map(|part| part.text().map_or(0, str::len)).sum(),
+            Self::Parts(parts) => parts
+                .iter()
+                .map(|part| part.text().map_or(0, str::len))
+                .sum(),
         }
     }
 
@@ -69,7 +84,11 @@ impl<'m> Said<'m> {
     pub(super) fn last_text(&mut self) -> Option<&mut String> {
         match self {
             Self::Text(text) => Some(text.to_mut()),
-            Self::Parts(parts) => parts.iter_mut().rev().find_map(Piece::text_mut).map(Cow::to_mut),
+            Self::Parts(parts) => parts
+                .iter_mut()
+                .rev()
+                .find_map(Piece::text_mut)
+                .map(Cow::to_mut),
         }
     }
 }
@@ -91,7 +110,12 @@ impl<'m> Piece<'m> {
             (What::Reference(name), "name") => Some(*name),
             _ => None,
         };
-        let more = || self.extra.iter().find(|(known, _)| known == key).map(|(_, value)| Field::Value(value));
+        let more = || {
+            self.extra
+                .iter()
+                .find(|(known, _)| known == key)
+                .map(|(_, value)| Field::Value(value))
+        };
         known.map(Field::Text).or_else(more)
     }
 
@@ -118,11 +142,14 @@ impl<'m> Piece<'m> {
 
     fn into_value(self) -> Value {
         let mut dict = match self.what {
-            What::Text(text) => Dict::from_iter([("type", Value::from("text")), ("text", Value::from(&*text))]),
-            What::Media(modality) => Dict::from_iter([("type", Value::from(modality.as_str()))]),
-            What::Reference(name) => {
-                Dict::from_iter([("type", Value::from("tool_reference")), ("name", Value::from(name))])
+            What::Text(text) => {
+                Dict::from_iter([("type", Value::from("text")), ("text", Value::from(&*text))])
             }
+            What::Media(modality) => Dict::from_iter([("type", Value::from(modality.as_str()))]),
+            What::Reference(name) => Dict::from_iter([
+                ("type", Value::from("tool_reference")),
+                ("name", Value::from(name)),
+            ]),
         };
         for (key, value) in self.extra {
             dict.push(&key, value);
@@ -141,10 +168,17 @@ pub(super) fn turns<'m>(
     format: ContentFormat,
     stage: &mut Stage<'_>,
 ) -> Result<Vec<Turn<'m>>, EncodeError> {
-    messages.iter().map(|message| turn(message, format, stage)).collect()
+    messages
+        .iter()
+        .map(|message| turn(message, format, stage))
+        .collect()
 }
 
-fn turn<'m>(message: &'m Message, format: ContentFormat, stage: &mut Stage<'_>) -> Result<Turn<'m>, EncodeError> {
+fn turn<'m>(
+    message: &'m Message,
+    format: ContentFormat,
+    stage: &mut Stage<'_>,
+) -> Result<Turn<'m>, EncodeError> {
     let content = match &message.content {
         Some(Content::Text(text)) => bare(message, text, format),
         Some(Content::Parts(parts)) => of_parts(message, parts, format, stage)?,
@@ -153,10 +187,19 @@ fn turn<'m>(message: &'m Message, format: ContentFormat, stage: &mut Stage<'_>) 
     let mut rest = Vec::new();
     match message.role.as_str() {
         "assistant" => assistant(message, &mut rest)?,
-        "tool" => rest.extend(message.tool_call_id.as_deref().map(|id| ("tool_call_id", Value::from(id)))),
-        "developer" => {
-            rest.extend(message.tools.as_ref().map(|tools| Ok(("tools", python::value(tools)?))).transpose()?)
-        }
+        "tool" => rest.extend(
+            message
+                .tool_call_id
+                .as_deref()
+                .map(|id| ("tool_call_id", Value::from(id))),
+        ),
+        "developer" => rest.extend(
+            message
+                .tools
+                .as_ref()
+                .map(|tools| Ok(("tools", python::value(tools)?)))
+                .transpose()?,
+        ),
         _ => {}
     }
     for (key, value) in [("name", &message.name), ("task", &message.task)] {
@@ -164,15 +207,25 @@ fn turn<'m>(message: &'m Message, format: ContentFormat, stage: &mut Stage<'_>) 
             rest.push((key, Value::from(text.as_str())));
         }
     }
-    Ok(Turn { role: &message.role, content, rest })
+    Ok(Turn {
+        role: &message.role,
+        content,
+        rest,
+    })
 }
 
 /// Content that came as one string, which is one part.
 fn bare<'m>(message: &Message, text: &'m str, format: ContentFormat) -> Said<'m> {
-    let text = if message.role == "system" { unbilled(text) } else { Some(text) };
+    let text = if message.role == "system" {
+        unbilled(text)
+    } else {
+        Some(text)
+    };
     match format {
         ContentFormat::Parts if message.role != "tool" => Said::of_texts(text.map(Cow::Borrowed)),
-        ContentFormat::Parts | ContentFormat::Text => Said::Text(Cow::Borrowed(text.unwrap_or_default())),
+        ContentFormat::Parts | ContentFormat::Text => {
+            Said::Text(Cow::Borrowed(text.unwrap_or_default()))
+        }
     }
 }
 
@@ -184,7 +237,13 @@ fn of_parts<'m>(
     stage: &mut Stage<'_>,
 ) -> Result<Said<'m>, EncodeError> {
     let is_system = message.role == "system";
-    let parts = parts.iter().filter_map(|part| if is_system { without_billing(part) } else { Some((part, None)) });
+    let parts = parts.iter().filter_map(|part| {
+        if is_system {
+            without_billing(part)
+        } else {
+            Some((part, None))
+        }
+    });
     match format {
         ContentFormat::Parts => listed(message, parts, stage),
         ContentFormat::Text => joined(parts, stage).map(Said::Text),
@@ -208,7 +267,9 @@ fn unbilled(text: &str) -> Option<&str> {
     if !text.starts_with(BILLING) {
         return Some(text);
     }
-    text.split_once('\n').map(|(_, rest)| rest).filter(|rest| !rest.is_empty())
+    text.split_once('\n')
+        .map(|(_, rest)| rest)
+        .filter(|rest| !rest.is_empty())
 }
 
 /// The parts as a list of dicts.
@@ -228,8 +289,14 @@ fn listed<'p>(
             Meaning::Reference(name) => What::Reference(name),
             _ => continue,
         };
-        let extra = part.extra().map(|(key, value)| Ok((key.clone(), python::value(value)?)));
-        let extra = if matches!(what, What::Reference(_)) { Vec::new() } else { extra.collect::<Result<_, _>>()? };
+        let extra = part
+            .extra()
+            .map(|(key, value)| Ok((key.clone(), python::value(value)?)));
+        let extra = if matches!(what, What::Reference(_)) {
+            Vec::new()
+        } else {
+            extra.collect::<Result<_, _>>()?
+        };
         pieces.push(Piece { what, extra });
     }
     // Templates seldom take lists of texts from tools, so the engine joins those always.
@@ -252,7 +319,9 @@ fn joined<'p>(
             Meaning::Text(text) => texts.push(shortened.unwrap_or(text)),
             Meaning::Reference(name) => texts.push(name),
             Meaning::Media(media) => {
-                let Some(text) = stage.placeholder(media.modality)? else { continue };
+                let Some(text) = stage.placeholder(media.modality)? else {
+                    continue;
+                };
                 match placeholders.iter_mut().find(|(known, _)| *known == text) {
                     Some((_, count)) => *count += 1,
                     None => placeholders.push((text, 1)),
@@ -287,19 +356,31 @@ fn joined<'p>(
 /// What a part means, where its words can be known.
 fn understood(part: &Part) -> Result<Meaning<'_>, EncodeError> {
     match part.meaning() {
-        Meaning::Hollow(kind) => Err(EncodeError::uncertain(format!("an empty part of type {kind}"))),
+        Meaning::Hollow(kind) => Err(EncodeError::uncertain(format!(
+            "an empty part of type {kind}"
+        ))),
         Meaning::Other(kind) => Err(EncodeError::Multimodal(kind.to_owned())),
         meaning => Ok(meaning),
     }
 }
 
 fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result<(), EncodeError> {
-    if let Some(calls) = message.tool_calls.as_ref().filter(|calls| !calls.is_empty()) {
-        let calls: Vec<Value> =
-            calls.iter().map(|call| tool_call(call, message.calls_put_together)).collect::<Result<_, _>>()?;
+    if let Some(calls) = message
+        .tool_calls
+        .as_ref()
+        .filter(|calls| !calls.is_empty())
+    {
+        let calls: Vec<Value> = calls
+            .iter()
+            .map(|call| tool_call(call, message.calls_put_together))
+            .collect::<Result<_, _>>()?;
         rest.push(("tool_calls", python::list(calls)));
     }
-    if let Some(thought) = message.reasoning.as_ref().or(message.reasoning_content.as_ref()) {
+    if let Some(thought) = message
+        .reasoning
+        .as_ref()
+        .or(message.reasoning_content.as_ref())
+    {
         rest.push(("reasoning", Value::from(thought.as_str())));
         rest.push(("reasoning_content", Value::from(thought.as_str())));
     }
@@ -309,10 +390,16 @@ fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result
 /// A call as validation leaves it: known keys in the order of the schema, then the others as sent. One that the engine put
 /// together is not validated again, and has its name first.
 fn tool_call(call: &JsonValue, put_together: bool) -> Result<Value, EncodeError> {
-    let call = call.as_object().ok_or_else(|| EncodeError::rejected("a tool call is not an object"))?;
+    let call = call
+        .as_object()
+        .ok_or_else(|| EncodeError::rejected("a tool call is not an object"))?;
     let function = call.get("function").and_then(JsonValue::as_object);
-    let (Some(function), Some("function")) = (function, call.get("type").and_then(JsonValue::as_str)) else {
-        return Err(EncodeError::uncertain("a tool call without type or function"));
+    let (Some(function), Some("function")) =
+        (function, call.get("type").and_then(JsonValue::as_str))
+    else {
+        return Err(EncodeError::uncertain(
+            "a tool call without type or function",
+        ));
     };
     let id = match call.get("id") {
         Some(JsonValue::String(id)) => Value::from(id.as_str()),
@@ -320,24 +407,40 @@ fn tool_call(call: &JsonValue, put_together: bool) -> Result<Value, EncodeError>
         Some(JsonValue::Unknown(_)) => Value::from(DOUBT.repeat(8)),
         _ => return Err(EncodeError::uncertain("a tool call without id")),
     };
-    let (Some(name), Some(arguments)) =
-        (function.get("name").and_then(JsonValue::as_str), function.get("arguments").and_then(JsonValue::as_str))
-    else {
-        return Err(EncodeError::uncertain("a tool call whose name or arguments are not strings"));
+    let (Some(name), Some(arguments)) = (
+        function.get("name").and_then(JsonValue::as_str),
+        function.get("arguments").and_then(JsonValue::as_str),
+    ) else {
+        return Err(EncodeError::uncertain(
+            "a tool call whose name or arguments are not strings",
+        ));
     };
-    let mut inner = [("arguments", arguments_value(arguments)?), ("name", Value::from(name))];
+    let mut inner = [
+        ("arguments", arguments_value(arguments)?),
+        ("name", Value::from(name)),
+    ];
     if put_together {
         inner.reverse();
     }
     let function = with_others(inner, function)?;
-    let outer = [("id", id), ("function", function), ("type", Value::from("function"))];
+    let outer = [
+        ("id", id),
+        ("function", function),
+        ("type", Value::from("function")),
+    ];
     with_others(outer, call)
 }
 
-fn with_others<const N: usize>(known: [(&'static str, Value); N], sent: &JsonObject) -> Result<Value, EncodeError> {
+fn with_others<const N: usize>(
+    known: [(&'static str, Value); N],
+    sent: &JsonObject,
+) -> Result<Value, EncodeError> {
     let names = known.each_ref().map(|(name, _)| *name);
     let mut dict = Dict::from_iter(known);
-    for (key, value) in sent.iter().filter(|(key, _)| !names.contains(&key.as_str())) {
+    for (key, value) in sent
+        .iter()
+        .filter(|(key, _)| !names.contains(&key.as_str()))
+    {
         dict.push(key, python::value(value)?);
     }
     Ok(dict.into_value())
@@ -348,7 +451,9 @@ fn arguments_value(text: &str) -> Result<Value, EncodeError> {
     match JsonValue::read(text) {
         Ok(json @ JsonValue::Object(_)) => python::value(&json),
         Ok(_) | Err(JsonError::Invalid) => Ok(Dict::default().into_value()),
-        Err(JsonError::Unsupported(why)) => Err(EncodeError::uncertain(format!("arguments of a tool call with {why}"))),
+        Err(JsonError::Unsupported(why)) => Err(EncodeError::uncertain(format!(
+            "arguments of a tool call with {why}"
+        ))),
     }
 }
 
@@ -358,18 +463,26 @@ pub(super) fn without_developers(mut turns: Vec<Turn<'_>>) -> Vec<Turn<'_>> {
         turn.role = "system";
         turn.rest.retain(|(key, _)| *key != "tools");
     }
-    let scattered = turns.iter().enumerate().any(|(place, turn)| place > 0 && turn.role == "system");
+    let scattered = turns
+        .iter()
+        .enumerate()
+        .any(|(place, turn)| place > 0 && turn.role == "system");
     if !scattered {
         return turns;
     }
-    let (systems, others): (Vec<_>, Vec<_>) = turns.into_iter().partition(|turn| turn.role == "system");
+    let (systems, others): (Vec<_>, Vec<_>) =
+        turns.into_iter().partition(|turn| turn.role == "system");
     let texts: Vec<Cow<'_, str>> = systems
         .into_iter()
         .map(|turn| match turn.content {
             Said::Text(text) => text,
-            Said::Parts(parts) => {
-                Cow::Owned(parts.into_iter().filter_map(Piece::into_text).collect::<Vec<_>>().join("\n"))
-            }
+            Said::Parts(parts) => Cow::Owned(
+                parts
+                    .into_iter()
+                    .filter_map(Piece::into_text)
+                    .collect::<Vec<_>>()
+                    .join("\n"),
+            ),
         })
         .filter(|text| !text.is_empty())
         .collect();
@@ -396,30 +509,55 @@ fn message_value(turn: Turn<'_>) -> Value {
 
 /// Tools as the engine's validation leaves them: known keys in the order of the schema, missing ones `null`.
 pub(super) fn tools(tools: &[JsonValue]) -> Result<Value, EncodeError> {
-    Ok(python::list(tools.iter().map(tool).collect::<Result<_, _>>()?))
+    Ok(python::list(
+        tools.iter().map(tool).collect::<Result<_, _>>()?,
+    ))
 }
 
 fn tool(tool: &JsonValue) -> Result<Value, EncodeError> {
-    let tool = tool.as_object().ok_or_else(|| EncodeError::rejected("a tool is not an object"))?;
+    let tool = tool
+        .as_object()
+        .ok_or_else(|| EncodeError::rejected("a tool is not an object"))?;
     let function = tool
         .get("function")
         .and_then(JsonValue::as_object)
         .ok_or_else(|| EncodeError::rejected("a tool without a function"))?;
-    if !matches!(tool.get("type").map(JsonValue::as_str), None | Some(Some("function"))) {
+    if !matches!(
+        tool.get("type").map(JsonValue::as_str),
+        None | Some(Some("function"))
+    ) {
         return Err(EncodeError::rejected("a tool that is not a function"));
     }
     let mut dict = Dict::default();
     dict.push("name", field(function, "name", |value| value.is_string())?);
-    dict.push("description", field(function, "description", |value| value.is_string() || value.is_null())?);
-    dict.push("parameters", field(function, "parameters", |value| value.is_object() || value.is_null())?);
+    dict.push(
+        "description",
+        field(function, "description", |value| {
+            value.is_string() || value.is_null()
+        })?,
+    );
+    dict.push(
+        "parameters",
+        field(function, "parameters", |value| {
+            value.is_object() || value.is_null()
+        })?,
+    );
     flag(function, "strict", &mut dict)?;
     // What delays a tool delays its function, and not the other way round.
     let of_tool = tool.get("defer_loading").filter(|value| !value.is_null());
-    match (function.get("defer_loading").filter(|value| !value.is_null()), of_tool) {
+    match (
+        function
+            .get("defer_loading")
+            .filter(|value| !value.is_null()),
+        of_tool,
+    ) {
         (None, Some(_)) => flag(tool, "defer_loading", &mut dict)?,
         _ => flag(function, "defer_loading", &mut dict)?,
     }
-    let mut outer = Dict::from_iter([("type", Value::from("function")), ("function", dict.into_value())]);
+    let mut outer = Dict::from_iter([
+        ("type", Value::from("function")),
+        ("function", dict.into_value()),
+    ]);
     flag(tool, "defer_loading", &mut outer)?;
     Ok(outer.into_value())
 }
@@ -429,15 +567,25 @@ fn flag(function: &JsonObject, key: &str, dict: &mut Dict) -> Result<(), EncodeE
     match function.get(key) {
         None | Some(JsonValue::Null) => {}
         Some(JsonValue::Bool(flag)) => dict.push(key, Value::from(*flag)),
-        Some(_) => return Err(EncodeError::uncertain(format!("the field `{key}` of a function is not a boolean"))),
+        Some(_) => {
+            return Err(EncodeError::uncertain(format!(
+                "the field `{key}` of a function is not a boolean"
+            )));
+        }
     }
     Ok(())
 }
 
-fn field(function: &JsonObject, name: &str, good: impl Fn(&JsonValue) -> bool) -> Result<Value, EncodeError> {
+fn field(
+    function: &JsonObject,
+    name: &str,
+    good: impl Fn(&JsonValue) -> bool,
+) -> Result<Value, EncodeError> {
     let value = function.get(name).unwrap_or(&JsonValue::Null);
     if !good(value) {
-        return Err(EncodeError::rejected(format!("the field `{name}` of a function is of the wrong type")));
+        return Err(EncodeError::rejected(format!(
+            "the field `{name}` of a function is of the wrong type"
+        )));
     }
     python::value(value)
 }

@@ -62,7 +62,9 @@ impl<'t> Found<'t> {
             }
         }
         for &node in &self.loops {
-            let over_content = messages.iter().any(|message| reads(&node.iter, message, Some("content")));
+            let over_content = messages
+                .iter()
+                .any(|message| reads(&node.iter, message, Some("content")));
             let over_name = match (name(&node.iter), in_macros.get(&std::ptr::from_ref(node))) {
                 (Some(iter), Some(bound)) => bound.contains(&iter),
                 (Some(iter), None) => iter == "content",
@@ -77,10 +79,18 @@ impl<'t> Found<'t> {
 
     /// The parameters of a macro to which some call hands the content of a message.
     fn bound_to_content(&self, node: &Macro<'t>, messages: &[&str]) -> Vec<&'t str> {
-        let is_content = |value: &Expr<'_>| messages.iter().any(|message| reads(value, message, Some("content")));
+        let is_content = |value: &Expr<'_>| {
+            messages
+                .iter()
+                .any(|message| reads(value, message, Some("content")))
+        };
         let parameters: Vec<&'t str> = node.args.iter().filter_map(name).collect();
         let mut bound = Vec::new();
-        for call in self.calls.iter().filter(|call| name(&call.expr) == Some(node.name)) {
+        for call in self
+            .calls
+            .iter()
+            .filter(|call| name(&call.expr) == Some(node.name))
+        {
             let mut place = 0;
             for arg in &call.args {
                 match arg {
@@ -139,10 +149,15 @@ pub(super) fn name<'t>(expr: &Expr<'t>) -> Option<&'t str> {
 /// Whether an expression is the variable (or its attribute), seen through filters, tests and slices.
 fn reads(expr: &Expr<'_>, variable: &str, attribute: Option<&str>) -> bool {
     match (expr, attribute) {
-        (Expr::Filter(node), _) => node.expr.as_ref().is_some_and(|inner| reads(inner, variable, attribute)),
+        (Expr::Filter(node), _) => node
+            .expr
+            .as_ref()
+            .is_some_and(|inner| reads(inner, variable, attribute)),
         (Expr::Test(node), _) => reads(&node.expr, variable, attribute),
         (Expr::Slice(node), _) => reads(&node.expr, variable, attribute),
-        (Expr::GetAttr(node), Some(attribute)) => node.name == attribute && name(&node.expr) == Some(variable),
+        (Expr::GetAttr(node), Some(attribute)) => {
+            node.name == attribute && name(&node.expr) == Some(variable)
+        }
         (Expr::GetItem(node), Some(attribute)) => {
             name(&node.expr) == Some(variable) && is_text(&node.subscript_expr, attribute)
         }

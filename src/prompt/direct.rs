@@ -32,11 +32,18 @@ pub(super) struct Direct {
 impl Direct {
     /// What of a template is known here; the rest of it gives up where it is reached.
     pub(super) fn compile(template: &Stmt<'_>, clock: &Clock) -> Self {
-        Self { plan: compile::template(template), clock: clock.clone() }
+        Self {
+            plan: compile::template(template),
+            clock: clock.clone(),
+        }
     }
 
     /// The text of a conversation, as minijinja renders it, or nothing if that is not known for certain.
-    pub(super) fn render(&self, turns: &[Turn<'_>], variables: &BTreeMap<&str, Value>) -> Option<String> {
+    pub(super) fn render(
+        &self,
+        turns: &[Turn<'_>],
+        variables: &BTreeMap<&str, Value>,
+    ) -> Option<String> {
         if variables.keys().any(|name| compile::is_function(name)) {
             return None;
         }
@@ -49,15 +56,24 @@ impl Direct {
         if let Some(slot) = self.slot("messages") {
             slots[slot.at()] = Val::all(turns);
         }
-        let texts: usize = turns.iter().map(|turn| turn.role.len() + turn.content.bytes()).sum();
+        let texts: usize = turns
+            .iter()
+            .map(|turn| turn.role.len() + turn.content.bytes())
+            .sum();
         // Most templates write some words of their own around each message.
         let mut out = String::with_capacity(texts + 64 * turns.len() + 256);
-        Run::new(turns, slots, &self.plan.macros, &self.clock).steps(&self.plan.steps, &mut out).ok()?;
+        Run::new(turns, slots, &self.plan.macros, &self.clock)
+            .steps(&self.plan.steps, &mut out)
+            .ok()?;
         Some(out)
     }
 
     fn slot(&self, name: &str) -> Option<Slot> {
-        self.plan.names.iter().position(|known| **known == *name).map(Slot::new)
+        self.plan
+            .names
+            .iter()
+            .position(|known| **known == *name)
+            .map(Slot::new)
     }
 }
 

@@ -28,7 +28,9 @@ impl Fast {
         if tokenizer.get_encode_special_tokens() {
             return Err("special tokens are taken for text");
         }
-        let ModelWrapper::BPE(model) = tokenizer.get_model() else { return Err("it is no byte pair encoding") };
+        let ModelWrapper::BPE(model) = tokenizer.get_model() else {
+            return Err("it is no byte pair encoding");
+        };
         let empty = |text: &Option<String>| text.as_ref().is_none_or(String::is_empty);
         if model.dropout.is_some_and(|dropout| dropout > 0.0) {
             return Err("it drops merges by chance");
@@ -39,11 +41,16 @@ impl Fast {
         let written = serde_json::to_value(tokenizer).map_err(|_| "it cannot be written down")?;
         let in_order = endless::in_order(&written, tokenizer);
         let made = alone::run(move || fastokens::Tokenizer::from_json(written));
-        let tokenizer = made.and_then(Result::ok).ok_or("the fast library does not take it")?;
+        let tokenizer = made
+            .and_then(Result::ok)
+            .ok_or("the fast library does not take it")?;
         if !alone::is_so() {
             return Err("the fast library has threads of its own");
         }
-        Ok(Self { tokenizer, endless: Endless::new(in_order) })
+        Ok(Self {
+            tokenizer,
+            endless: Endless::new(in_order),
+        })
     }
 
     /// The tokens of a text without what the post-processor adds; nothing where that is not for it.

@@ -50,14 +50,23 @@ impl LoadError {
     /// The file at fault.
     pub fn path(&self) -> &Path {
         match self {
-            Self::Read { path, .. } | Self::Content { path, .. } | Self::Template { path, .. } => path,
+            Self::Read { path, .. } | Self::Content { path, .. } | Self::Template { path, .. } => {
+                path
+            }
         }
     }
 }
 
 /// The names under which special tokens reach a template.
-pub(super) const SPECIAL_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+pub(super) const SPECIAL_TOKENS: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+];
 
 /// What the files hold.
 pub(super) struct Loaded {
@@ -120,10 +129,21 @@ impl Fingerprint {
         // Only models whose prompts hold media need their name, and the others may share an encoder.
         let name = traits.media.as_ref().map(|_| traits.name.as_str());
         let (engine, class) = (traits.engine, &traits.tokenizer_class);
-        hasher.update(format!("{name:?} {engine:?} {:?} {class:?} {:?}", traits.transformers, traits.media).as_bytes());
+        hasher.update(
+            format!(
+                "{name:?} {engine:?} {:?} {class:?} {:?}",
+                traits.transformers, traits.media
+            )
+            .as_bytes(),
+        );
         for path in traits.media.iter().flat_map(MediaConfig::files) {
-            let bytes = fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
-            hasher.update(&(bytes.len() as u64).to_le_bytes()).update(&bytes);
+            let bytes = fs::read(path).map_err(|source| LoadError::Read {
+                path: path.to_owned(),
+                source,
+            })?;
+            hasher
+                .update(&(bytes.len() as u64).to_le_bytes())
+                .update(&bytes);
         }
         Ok(Self(hasher.finalize().into()))
     }
@@ -133,20 +153,35 @@ impl Config {
     /// What the files say now.
     pub fn fingerprint(&self) -> Result<Fingerprint, LoadError> {
         let folder = self.tokenizer.parent().unwrap_or(Path::new(""));
-        let config = self.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
+        let config = self
+            .tokenizer_config
+            .clone()
+            .or_else(|| beside(folder, "tokenizer_config.json"));
         let config_folder = config.as_deref().and_then(Path::parent).unwrap_or(folder);
-        let template = self.chat_template.clone().or_else(|| beside(config_folder, "chat_template.jinja"));
+        let template = self
+            .chat_template
+            .clone()
+            .or_else(|| beside(config_folder, "chat_template.jinja"));
         let special_tokens = beside(config_folder, "special_tokens_map.json");
         let model = beside(config_folder, MODEL);
         let mut hasher = blake3::Hasher::new();
-        for file in [Some(self.tokenizer.clone()), config, template, special_tokens, model] {
+        for file in [
+            Some(self.tokenizer.clone()),
+            config,
+            template,
+            special_tokens,
+            model,
+        ] {
             // An absent file is another thing than an empty one, and no file runs into the next.
             let Some(path) = file else {
                 hasher.update(&[0]);
                 continue;
             };
             let bytes = fs::read(&path).map_err(|source| LoadError::Read { path, source })?;
-            hasher.update(&[1]).update(&(bytes.len() as u64).to_le_bytes()).update(&bytes);
+            hasher
+                .update(&[1])
+                .update(&(bytes.len() as u64).to_le_bytes())
+                .update(&bytes);
         }
         Ok(Fingerprint(hasher.finalize().into()))
     }
@@ -167,18 +202,31 @@ pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError
     let bytes = read(&config.tokenizer)?;
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     refuse_other_files(&config.tokenizer, &bytes)?;
-    let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
-    let written: Map<String, Value> = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
+    let config_path = config
+        .tokenizer_config
+        .clone()
+        .or_else(|| beside(folder, "tokenizer_config.json"));
+    let written: Map<String, Value> = config_path
+        .as_deref()
+        .map(json)
+        .transpose()?
+        .unwrap_or_default();
     let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
     let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
-    let content = |problem: String| LoadError::Content { path: config_path.clone(), problem };
+    let content = |problem: String| LoadError::Content {
+        path: config_path.clone(),
+        problem,
+    };
     let settings: TokenizerConfig =
         TokenizerConfig::deserialize(&written).map_err(|error| content(error.to_string()))?;
     let written = with_special_tokens_map(written, &config_folder)?;
 
     let model = beside(&config_folder, MODEL).filter(|_| traits.transformers == Transformers::V5);
     let model: ModelFile = model.as_deref().map(json).transpose()?.unwrap_or_default();
-    let named = settings.tokenizer_class.as_deref().or(model.tokenizer_class.as_deref());
+    let named = settings
+        .tokenizer_class
+        .as_deref()
+        .or(model.tokenizer_class.as_deref());
     let said = Said {
         told: traits.tokenizer_class.as_deref(),
         class: named,
@@ -191,18 +239,36 @@ pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError
     };
     settings.refuse_code(&said).map_err(content)?;
     let class = said.class().map_err(content)?;
-    let tokenizer = tokenizer((&config.tokenizer, bytes), (&settings, &written), class, &said)?;
+    let tokenizer = tokenizer(
+        (&config.tokenizer, bytes),
+        (&settings, &written),
+        class,
+        &said,
+    )?;
     check_added_tokens(&tokenizer, &written, &config_path)?;
     let special_tokens = special_tokens(class, &written);
-    let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens, traits.engine);
-    let templates = templates((config, traits.engine), settings.chat_template, &config_path, &config_folder)?;
-    Ok(Loaded { tokenizer, templates, special_tokens, special_tokens_doubt })
+    let special_tokens_doubt =
+        special_tokens_doubt(&tokenizer, &settings, &special_tokens, traits.engine);
+    let templates = templates(
+        (config, traits.engine),
+        settings.chat_template,
+        &config_path,
+        &config_folder,
+    )?;
+    Ok(Loaded {
+        tokenizer,
+        templates,
+        special_tokens,
+        special_tokens_doubt,
+    })
 }
 
 impl TokenizerConfig {
     /// What the engine does beyond its classes.
     fn refuse_code(&self, said: &Said<'_>) -> Result<(), String> {
-        let of_tokenizer = |map: &Value| map.is_array() || map.get("AutoTokenizer").is_some_and(|code| !code.is_null());
+        let of_tokenizer = |map: &Value| {
+            map.is_array() || map.get("AutoTokenizer").is_some_and(|code| !code.is_null())
+        };
         let asked = said.told.is_none() && !said.is_as_written();
         if asked && self.auto_map.as_ref().is_some_and(of_tokenizer) {
             return Err("the tokenizer is code of the model's own (auto_map), which engines run with --trust-remote-code: \
@@ -227,22 +293,36 @@ fn refuse_other_files(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
     } else if bytes.starts_with(b"version https://git-lfs") {
         "the file is a git-lfs pointer; run `git lfs pull`".to_owned()
     } else if let Ok(TokenizerShape { model: None }) = serde_json::from_slice(bytes) {
-        let meant = path.parent().and_then(|folder| beside(folder, "tokenizer.json")).filter(|meant| meant != path);
-        let hint = meant.map_or(String::new(), |meant| format!("; did you mean {}?", meant.display()));
+        let meant = path
+            .parent()
+            .and_then(|folder| beside(folder, "tokenizer.json"))
+            .filter(|meant| meant != path);
+        let hint = meant.map_or(String::new(), |meant| {
+            format!("; did you mean {}?", meant.display())
+        });
         format!("the file is not a tokenizer.json: it has no `model`{hint}")
     } else {
         return Ok(());
     };
-    Err(LoadError::Content { path: path.to_owned(), problem })
+    Err(LoadError::Content {
+        path: path.to_owned(),
+        problem,
+    })
 }
 
 /// The settings with the special tokens of the older file, which is read where no added tokens are listed.
-fn with_special_tokens_map(mut written: Map<String, Value>, folder: &Path) -> Result<Map<String, Value>, LoadError> {
+fn with_special_tokens_map(
+    mut written: Map<String, Value>,
+    folder: &Path,
+) -> Result<Map<String, Value>, LoadError> {
     if written.contains_key("added_tokens_decoder") {
         return Ok(written);
     }
-    let map: Map<String, Value> =
-        beside(folder, "special_tokens_map.json").as_deref().map(json).transpose()?.unwrap_or_default();
+    let map: Map<String, Value> = beside(folder, "special_tokens_map.json")
+        .as_deref()
+        .map(json)
+        .transpose()?
+        .unwrap_or_default();
     for (key, mut value) in map {
         if value.get("content").is_some() {
             value["special"] = Value::Bool(true);
@@ -258,11 +338,17 @@ fn tokenizer(
     class: Class,
     said: &Said<'_>,
 ) -> Result<Tokenizer, LoadError> {
-    let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
+    let content = |error: tokenizers::Error| LoadError::Content {
+        path: path.to_owned(),
+        problem: error.to_string(),
+    };
     // Read twice only where it is changed: it may have megabytes, and what is as written has its own added tokens.
-    let parsed = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).map_err(|error| content(error.into()));
+    let parsed = |bytes: &[u8]| {
+        serde_json::from_slice::<Value>(bytes).map_err(|error| content(error.into()))
+    };
     if said.is_of_any_type() {
-        said.sure(&parsed(&bytes)?).map_err(|problem| content(problem.into()))?;
+        said.sure(&parsed(&bytes)?)
+            .map_err(|problem| content(problem.into()))?;
     }
     let added = if class == Class::AsWritten {
         Added::new(class, written, &Value::Null)
@@ -282,13 +368,29 @@ fn tokenizer(
 }
 
 /// The engine adds tokens of the configuration that the tokenizer lacks, in an order of its own.
-fn check_added_tokens(tokenizer: &Tokenizer, written: &Map<String, Value>, path: &Path) -> Result<(), LoadError> {
-    let listed = written.get("added_tokens_decoder").and_then(Value::as_object);
+fn check_added_tokens(
+    tokenizer: &Tokenizer,
+    written: &Map<String, Value>,
+    path: &Path,
+) -> Result<(), LoadError> {
+    let listed = written
+        .get("added_tokens_decoder")
+        .and_then(Value::as_object);
     for (id, token) in listed.into_iter().flatten() {
-        let Some(content) = token.get("content").and_then(Value::as_str) else { continue };
-        if tokenizer.token_to_id(content).map(|known| known.to_string()).as_deref() != Some(id.as_str()) {
+        let Some(content) = token.get("content").and_then(Value::as_str) else {
+            continue;
+        };
+        if tokenizer
+            .token_to_id(content)
+            .map(|known| known.to_string())
+            .as_deref()
+            != Some(id.as_str())
+        {
             let problem = format!("added token {id} `{content}` is not the same in the tokenizer");
-            return Err(LoadError::Content { path: path.to_owned(), problem });
+            return Err(LoadError::Content {
+                path: path.to_owned(),
+                problem,
+            });
         }
     }
     Ok(())
@@ -296,8 +398,13 @@ fn check_added_tokens(tokenizer: &Tokenizer, written: &Map<String, Value>, path:
 
 /// The special tokens as templates see them.
 fn special_tokens(class: Class, written: &Map<String, Value>) -> Vec<(&'static str, String)> {
-    let by_default =
-        |name: &str| class.special_tokens().iter().find(|(known, _)| *known == name).map(|(_, token)| *token);
+    let by_default = |name: &str| {
+        class
+            .special_tokens()
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|(_, token)| *token)
+    };
     let token = |name: &'static str| {
         let text = match written.get(name) {
             Some(said) => text_of(said),
@@ -322,16 +429,37 @@ fn special_tokens_doubt(
     let added = tokenizer.encode_fast("", true).ok()?;
     let check = |asked: Option<bool>, name: &str, setting: &str| {
         let asked = asked?;
-        let token = special.iter().find(|(known, _)| *known == name).map(|(_, token)| token)?;
-        let adds = tokenizer.token_to_id(token).is_some_and(|id| added.get_ids().contains(&id));
-        (asked != adds).then(|| format!("{setting} is {asked}, but the tokenizer's post-processor says otherwise"))
+        let token = special
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|(_, token)| token)?;
+        let adds = tokenizer
+            .token_to_id(token)
+            .is_some_and(|id| added.get_ids().contains(&id));
+        (asked != adds).then(|| {
+            format!("{setting} is {asked}, but the tokenizer's post-processor says otherwise")
+        })
     };
     // SGLang restores what transformers 5 forgets of these classes, and takes it for asked where nothing is said.
-    let class = settings.tokenizer_class.as_deref().map(|class| class.trim_end_matches("Fast"));
-    let restored = ["LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"];
-    let by_default = (engine == Engine::Sglang && class.is_some_and(|class| restored.contains(&class))).then_some(true);
-    check(settings.add_bos_token.or(by_default), "bos_token", "add_bos_token")
-        .or_else(|| check(settings.add_eos_token, "eos_token", "add_eos_token"))
+    let class = settings
+        .tokenizer_class
+        .as_deref()
+        .map(|class| class.trim_end_matches("Fast"));
+    let restored = [
+        "LlamaTokenizer",
+        "CodeLlamaTokenizer",
+        "GemmaTokenizer",
+        "CohereTokenizer",
+    ];
+    let by_default = (engine == Engine::Sglang
+        && class.is_some_and(|class| restored.contains(&class)))
+    .then_some(true);
+    check(
+        settings.add_bos_token.or(by_default),
+        "bos_token",
+        "add_bos_token",
+    )
+    .or_else(|| check(settings.add_eos_token, "eos_token", "add_eos_token"))
 }
 
 /// The chat templates in their order of precedence: the operator's, `chat_template.jinja`, the configuration's.
@@ -341,39 +469,67 @@ fn templates(
     config_path: &Path,
     folder: &Path,
 ) -> Result<Option<Sources>, LoadError> {
-    let file = config.chat_template.clone().or_else(|| beside(folder, "chat_template.jinja"));
+    let file = config
+        .chat_template
+        .clone()
+        .or_else(|| beside(folder, "chat_template.jinja"));
     if let Some(path) = file {
-        let source = String::from_utf8(read(&path)?)
-            .map_err(|error| LoadError::Content { path: path.clone(), problem: error.to_string() })?;
+        let source = String::from_utf8(read(&path)?).map_err(|error| LoadError::Content {
+            path: path.clone(),
+            problem: error.to_string(),
+        })?;
         let given = engine == Engine::Sglang && config.chat_template.is_some();
-        let source = if given { sglang::template_file(&source) } else { source };
-        return Ok(Some(Sources { path, named: vec![("default".to_owned(), source)] }));
+        let source = if given {
+            sglang::template_file(&source)
+        } else {
+            source
+        };
+        return Ok(Some(Sources {
+            path,
+            named: vec![("default".to_owned(), source)],
+        }));
     }
     let named = match configured {
         None => return Ok(None),
         Some(ChatTemplate::One(source)) => vec![("default".to_owned(), source)],
-        Some(ChatTemplate::Named(list)) => list.into_iter().map(|named| (named.name, named.template)).collect(),
+        Some(ChatTemplate::Named(list)) => list
+            .into_iter()
+            .map(|named| (named.name, named.template))
+            .collect(),
     };
-    Ok(Some(Sources { path: config_path.to_owned(), named }))
+    Ok(Some(Sources {
+        path: config_path.to_owned(),
+        named,
+    }))
 }
 
 /// A file beside the others, plain or compressed.
 fn beside(folder: &Path, name: &str) -> Option<PathBuf> {
-    [name.to_owned(), format!("{name}.gz")].into_iter().map(|name| folder.join(name)).find(|path| path.is_file())
+    [name.to_owned(), format!("{name}.gz")]
+        .into_iter()
+        .map(|name| folder.join(name))
+        .find(|path| path.is_file())
 }
 
 fn json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
-    serde_json::from_slice(&read(path)?)
-        .map_err(|error| LoadError::Content { path: path.to_owned(), problem: error.to_string() })
+    serde_json::from_slice(&read(path)?).map_err(|error| LoadError::Content {
+        path: path.to_owned(),
+        problem: error.to_string(),
+    })
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
-    let failed = |source| LoadError::Read { path: path.to_owned(), source };
+    let failed = |source| LoadError::Read {
+        path: path.to_owned(),
+        source,
+    };
     let bytes = fs::read(path).map_err(failed)?;
     if !bytes.starts_with(&[0x1f, 0x8b]) {
         return Ok(bytes);
     }
     let mut plain = Vec::new();
-    GzDecoder::new(bytes.as_slice()).read_to_end(&mut plain).map_err(failed)?;
+    GzDecoder::new(bytes.as_slice())
+        .read_to_end(&mut plain)
+        .map_err(failed)?;
     Ok(plain)
 }

@@ -9,7 +9,9 @@ use super::media::{Illustrated, Known, Root, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
 use super::unfinished::same;
-use super::{BoundedTokens, EncodeError, Encoder, Engine, Exactness, Rendered, Source, TokenBudget, Tokens};
+use super::{
+    BoundedTokens, EncodeError, Encoder, Engine, Exactness, Rendered, Source, TokenBudget, Tokens,
+};
 use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 
 impl Encoder {
@@ -23,19 +25,31 @@ impl Encoder {
         root: &Root,
     ) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {
-            return Err(EncodeError::uncertain("images and the like in another request than a conversation"));
+            return Err(EncodeError::uncertain(
+                "images and the like in another request than a conversation",
+            ));
         };
         if request.tokenization.truncate_prompt_tokens.is_some() {
-            return Err(EncodeError::uncertain("truncation of a prompt with images and the like"));
+            return Err(EncodeError::uncertain(
+                "truncation of a prompt with images and the like",
+            ));
         }
         if self.engine == Engine::Sglang {
             // Its names for items come from what its own processor makes of them.
             return Err(EncodeError::Multimodal("any".to_owned()));
         }
         let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
-        let how = How { special: request.tokenization.add_special_tokens.unwrap_or(false), apart, budget };
+        let how = How {
+            special: request.tokenization.add_special_tokens.unwrap_or(false),
+            apart,
+            budget,
+        };
         let (known, all) = self.known((chat, root), templates)?;
-        if all { self.whole(templates, chat, &known, how) } else { self.beginning(templates, chat, &known, how) }
+        if all {
+            self.whole(templates, chat, &known, how)
+        } else {
+            self.beginning(templates, chat, &known, how)
+        }
     }
 
     /// The items up to the first of which not everything is known, and whether these are all.
@@ -48,7 +62,11 @@ impl Encoder {
         let mut known = Vec::new();
         for media in chat.media() {
             let placed = lists || self.rules.placeholder(media.modality, 1).is_some();
-            match self.rules.known(media, root).filter(|_| placed && !chat.media_options) {
+            match self
+                .rules
+                .known(media, root)
+                .filter(|_| placed && !chat.media_options)
+            {
                 Some(item) => known.push((media.modality, item)),
                 None => return Ok((known, false)),
             }
@@ -76,7 +94,9 @@ impl Encoder {
         how: How<'_>,
     ) -> Result<Illustrated, EncodeError> {
         let (marked, _) = templates.render_as(chat, Show::Marked(&self.rules, items.len()))?;
-        let place = marked.find(MARK).ok_or_else(|| EncodeError::uncertain("the template does not show an item"))?;
+        let place = marked
+            .find(MARK)
+            .ok_or_else(|| EncodeError::uncertain("the template does not show an item"))?;
         let (tokens, least) = match templates.render_as(chat, Show::As(&self.rules)) {
             Ok((shown, _)) => {
                 let before = &shown[..same(&shown, &marked[..place])];
@@ -96,7 +116,11 @@ impl Encoder {
         };
         let expanded = expand(tokens, items, &self.rules, false)?;
         let at_least = least.max(expanded.tokens.len());
-        Ok(Illustrated { at_least, whole: false, ..expanded })
+        Ok(Illustrated {
+            at_least,
+            whole: false,
+            ..expanded
+        })
     }
 
     /// Whether the text around a token is tokenised without regard to one another.
@@ -121,7 +145,9 @@ impl Encoder {
             exact: Exactness::Exact,
         };
         let mut prompts = self.tokenize_within(&rendered, how.apart, how.budget)?;
-        prompts.pop().ok_or_else(|| EncodeError::uncertain("no prompt"))
+        prompts
+            .pop()
+            .ok_or_else(|| EncodeError::uncertain("no prompt"))
     }
 }
 

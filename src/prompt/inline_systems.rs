@@ -29,11 +29,21 @@ impl InlineSystems {
         let mut plain = env.clone();
         plain.remove_global("raise_exception");
         plain.remove_global("strftime_now");
-        let message = |role| Dict::from_iter([("role", Value::from(role)), ("content", Value::from("t"))]).into_value();
+        let message = |role| {
+            Dict::from_iter([("role", Value::from(role)), ("content", Value::from("t"))])
+                .into_value()
+        };
         let messages = ["system", "user", "system", "user"].map(message).to_vec();
-        let variables = [("messages", python::list(messages)), ("add_generation_prompt", Value::from(false))];
+        let variables = [
+            ("messages", python::list(messages)),
+            ("add_generation_prompt", Value::from(false)),
+        ];
         let variables = Dict::from_iter(variables).into_value();
-        let render = || plain.get_template(NAME).and_then(|template| template.render(variables));
+        let render = || {
+            plain
+                .get_template(NAME)
+                .and_then(|template| template.render(variables))
+        };
         match catch_unwind(AssertUnwindSafe(render)) {
             Ok(Ok(_)) => Self::InPlace,
             // Other errors may be specific to minijinja.
@@ -44,7 +54,8 @@ impl InlineSystems {
 
     /// The treatment for a model: messages are merged if any template does not render them. vLLM tries these two.
     pub(super) fn of_all(named: &BTreeMap<String, Template>) -> Self {
-        let tried = ["default", "tool_use"].map(|name| named.get(name).map(|template| template.inline_systems));
+        let tried = ["default", "tool_use"]
+            .map(|name| named.get(name).map(|template| template.inline_systems));
         let found = |wanted| tried.contains(&Some(wanted));
         match (found(Self::Merged), found(Self::Unclear)) {
             (true, _) => Self::Merged,
@@ -55,23 +66,39 @@ impl InlineSystems {
 
     /// The messages of a conversation, in the order in which the template sees them.
     pub(super) fn placed(self, chat: &Chat) -> Result<Cow<'_, [Message]>, EncodeError> {
-        let inline = chat.messages.iter().skip(1).any(|message| message.role == "system");
+        let inline = chat
+            .messages
+            .iter()
+            .skip(1)
+            .any(|message| message.role == "system");
         match self {
             _ if !chat.inline_systems || !inline => Ok(Cow::Borrowed(&chat.messages)),
             Self::InPlace => Ok(Cow::Borrowed(&chat.messages)),
             Self::Merged => Ok(Cow::Owned(merged(&chat.messages))),
-            Self::Unclear => Err(EncodeError::uncertain("whether the template renders inline system messages")),
+            Self::Unclear => Err(EncodeError::uncertain(
+                "whether the template renders inline system messages",
+            )),
         }
     }
 }
 
 fn merged(messages: &[Message]) -> Vec<Message> {
-    let (systems, others): (Vec<_>, Vec<_>) = messages.iter().partition(|message| message.role == "system");
-    let texts = systems.into_iter().filter_map(|system| match &system.content {
-        Some(Content::Text(text)) => Some(text.as_str()),
-        _ => None,
-    });
+    let (systems, others): (Vec<_>, Vec<_>) = messages
+        .iter()
+        .partition(|message| message.role == "system");
+    let texts = systems
+        .into_iter()
+        .filter_map(|system| match &system.content {
+            Some(Content::Text(text)) => Some(text.as_str()),
+            _ => None,
+        });
     let content = Some(Content::Text(texts.collect()));
-    let first = Message { role: "system".to_owned(), content, ..Message::default() };
-    std::iter::once(first).chain(others.into_iter().cloned()).collect()
+    let first = Message {
+        role: "system".to_owned(),
+        content,
+        ..Message::default()
+    };
+    std::iter::once(first)
+        .chain(others.into_iter().cloned())
+        .collect()
 }

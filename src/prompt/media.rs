@@ -48,8 +48,12 @@ pub struct Item {
 impl Illustrated {
     /// The items, as block hashes want them.
     pub fn objects(&self) -> Vec<PromptObject> {
-        let object =
-            |item: &Item| Some(PromptObject { object: ObjectHash::of(&item.id)?, ranges: vec![item.range.clone()] });
+        let object = |item: &Item| {
+            Some(PromptObject {
+                object: ObjectHash::of(&item.id)?,
+                ranges: vec![item.range.clone()],
+            })
+        };
         self.items.iter().filter_map(object).collect()
     }
 }
@@ -95,20 +99,46 @@ pub(super) struct Placed {
 
 impl Rules {
     /// The rules of a configuration for the model of a name.
-    pub(super) fn new(config: &MediaConfig, name: &str, id_of: impl Fn(&str) -> Option<u32>) -> Result<Self, String> {
+    pub(super) fn new(
+        config: &MediaConfig,
+        name: &str,
+        id_of: impl Fn(&str) -> Option<u32>,
+    ) -> Result<Self, String> {
         let placed = |rule: &Option<ItemRule>| -> Result<Option<Placed>, String> {
             let Some(rule) = rule else { return Ok(None) };
-            let token = id_of(&rule.token)
-                .ok_or_else(|| format!("the tokenizer has no token `{}`, which is to stand for media", rule.token))?;
-            Ok(Some(Placed { token, placeholder: rule.placeholder.clone(), count: Count::of(rule)? }))
+            let token = id_of(&rule.token).ok_or_else(|| {
+                format!(
+                    "the tokenizer has no token `{}`, which is to stand for media",
+                    rule.token
+                )
+            })?;
+            Ok(Some(Placed {
+                token,
+                placeholder: rule.placeholder.clone(),
+                count: Count::of(rule)?,
+            }))
         };
-        let rules = [placed(&config.image)?, placed(&config.audio)?, placed(&config.video)?];
+        let rules = [
+            placed(&config.image)?,
+            placed(&config.audio)?,
+            placed(&config.video)?,
+        ];
         let tokens: Vec<u32> = rules.iter().flatten().map(|placed| placed.token).collect();
-        if tokens.iter().enumerate().any(|(at, token)| tokens[..at].contains(token)) {
+        if tokens
+            .iter()
+            .enumerate()
+            .any(|(at, token)| tokens[..at].contains(token))
+        {
             return Err("one token stands for two kinds of media".to_owned());
         }
         let [image, audio, video] = rules;
-        Ok(Self { model: config.model.clone(), name: name.to_owned(), image, audio, video })
+        Ok(Self {
+            model: config.model.clone(),
+            name: name.to_owned(),
+            image,
+            audio,
+            video,
+        })
     }
 
     /// The rule of a modality.
@@ -132,8 +162,13 @@ impl Rules {
         let count = self.of(media.modality)?.count;
         let data = content::base64_of(media.source.as_ref()?);
         if let Some(id) = &media.uuid {
-            let picture = data.filter(|_| count.needs_size()).and_then(content::picture);
-            return Some(Known { id: id.clone(), tokens: count.tokens(picture)? });
+            let picture = data
+                .filter(|_| count.needs_size())
+                .and_then(content::picture);
+            return Some(Known {
+                id: id.clone(),
+                tokens: count.tokens(picture)?,
+            });
         }
         // Of sound and moving images the engine's name depends on how it decodes them.
         let data = data.filter(|_| media.modality == Modality::Image)?;
@@ -144,6 +179,9 @@ impl Rules {
             (None, Root::Unsaid) => &self.name,
             (None, Root::Different) => return None,
         };
-        Some(Known { id: identity::of_image(model, picture.is_rgb?, data)?, tokens })
+        Some(Known {
+            id: identity::of_image(model, picture.is_rgb?, data)?,
+            tokens,
+        })
     }
 }

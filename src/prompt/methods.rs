@@ -118,21 +118,36 @@ pub(super) fn install(env: &mut Environment<'_>) {
     env.add_filter("trim", |value: &Value, chars: Option<&str>| {
         strip_with(&python::text(value), chars, true, true).to_owned()
     });
-    env.add_filter("capitalize", |value: &Value| capitalize(&python::text(value)));
+    env.add_filter("capitalize", |value: &Value| {
+        capitalize(&python::text(value))
+    });
     env.add_filter("int", number::int_filter);
     env.add_filter("float", number::float_filter);
     env.add_filter("join", join);
-    env.add_filter("items", |value: &Value| minijinja::filters::items(value).and_then(|pairs| tuples(&pairs)));
-    env.add_filter("dictsort", |value: &Value, options: minijinja::value::Kwargs| {
-        minijinja::filters::dictsort(value, options).and_then(|pairs| tuples(&pairs))
+    env.add_filter("items", |value: &Value| {
+        minijinja::filters::items(value).and_then(|pairs| tuples(&pairs))
     });
-    env.add_filter("tojson", |value: &Value, ascii: Option<bool>, options: minijinja::value::Kwargs| {
-        python::tojson(value, ascii, &options)
-    });
+    env.add_filter(
+        "dictsort",
+        |value: &Value, options: minijinja::value::Kwargs| {
+            minijinja::filters::dictsort(value, options).and_then(|pairs| tuples(&pairs))
+        },
+    );
+    env.add_filter(
+        "tojson",
+        |value: &Value, ascii: Option<bool>, options: minijinja::value::Kwargs| {
+            python::tojson(value, ascii, &options)
+        },
+    );
     env.add_test("sequence", |value: &Value| {
-        matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
+        matches!(
+            value.kind(),
+            ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined
+        )
     });
-    env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    env.add_test("iterable", |value: &Value| {
+        !value.is_none() && value.try_iter().is_ok()
+    });
     env.add_test("number", python::is_number);
     env.add_test("float", python::is_float);
 }
@@ -145,16 +160,27 @@ fn join(value: &Value, separator: Option<&str>) -> Result<String, Error> {
 /// Pairs print as tuples.
 fn tuples(pairs: &Value) -> Result<Value, Error> {
     let tuple = |pair: Value| Ok(python::tuple(pair.try_iter()?.collect()));
-    Ok(python::list(pairs.try_iter()?.map(tuple).collect::<Result<_, Error>>()?))
+    Ok(python::list(
+        pairs.try_iter()?.map(tuple).collect::<Result<_, Error>>()?,
+    ))
 }
 
-fn method(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+fn method(
+    state: &State<'_, '_>,
+    value: &Value,
+    method: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
     if !METHODS.contains(&method) {
         return Err(Error::from(ErrorKind::UnknownMethod));
     }
     let Some(text) = value.as_str() else {
         let result = pycompat::unknown_method_callback(state, value, method, args)?;
-        return if method == "items" { tuples(&result) } else { Ok(result) };
+        return if method == "items" {
+            tuples(&result)
+        } else {
+            Ok(result)
+        };
     };
     let arg = |place: usize| args.get(place).filter(|value| !value.is_none());
     let chars = || arg(0).map(text_arg).transpose();
@@ -172,16 +198,25 @@ fn method(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) ->
         ("removesuffix", 1) => Value::from(text.strip_suffix(text_arg(&args[0])?).unwrap_or(text)),
         ("capitalize", 0) => Value::from(capitalize(text)),
         ("title", 0) => Value::from(title(text)),
-        ("isdigit" | "isalpha" | "isalnum" | "isspace" | "islower" | "isupper", 0) => Value::from(all(text, method)?),
+        ("isdigit" | "isalpha" | "isalnum" | "isspace" | "islower" | "isupper", 0) => {
+            Value::from(all(text, method)?)
+        }
         ("upper" | "lower", 0) | ("replace", 2..=3) | ("startswith" | "endswith" | "join", 1) => {
             return pycompat::unknown_method_callback(state, value, method, args);
         }
-        _ => return Err(Error::new(ErrorKind::UnknownMethod, format!("str.{method} with these arguments"))),
+        _ => {
+            return Err(Error::new(
+                ErrorKind::UnknownMethod,
+                format!("str.{method} with these arguments"),
+            ));
+        }
     })
 }
 
 fn text_arg(value: &Value) -> Result<&str, Error> {
-    value.as_str().ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the argument is not a string"))
+    value
+        .as_str()
+        .ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the argument is not a string"))
 }
 
 fn limit(value: &Value) -> Result<usize, Error> {
@@ -205,40 +240,73 @@ pub(super) fn strip_end(text: &str) -> &str {
 }
 
 /// Without these characters (or white space) at its ends.
-pub(super) fn strip_with<'t>(text: &'t str, chars: Option<&str>, start: bool, end: bool) -> &'t str {
+pub(super) fn strip_with<'t>(
+    text: &'t str,
+    chars: Option<&str>,
+    start: bool,
+    end: bool,
+) -> &'t str {
     let strips = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
-    let text = if start { text.trim_start_matches(strips) } else { text };
-    if end { text.trim_end_matches(strips) } else { text }
+    let text = if start {
+        text.trim_start_matches(strips)
+    } else {
+        text
+    };
+    if end {
+        text.trim_end_matches(strips)
+    } else {
+        text
+    }
 }
 
 fn separator(text: &str) -> Result<&str, Error> {
-    if text.is_empty() { Err(Error::new(ErrorKind::InvalidOperation, "empty separator")) } else { Ok(text) }
+    if text.is_empty() {
+        Err(Error::new(ErrorKind::InvalidOperation, "empty separator"))
+    } else {
+        Ok(text)
+    }
 }
 
 fn split(text: &str, at: Option<&str>) -> Result<Vec<Value>, Error> {
     Ok(match at {
-        None => text.split(is_space).filter(|word| !word.is_empty()).map(Value::from).collect(),
+        None => text
+            .split(is_space)
+            .filter(|word| !word.is_empty())
+            .map(Value::from)
+            .collect(),
         Some(at) => text.split(separator(at)?).map(Value::from).collect(),
     })
 }
 
 fn split_n(text: &str, at: &str, limit: usize) -> Result<Vec<Value>, Error> {
-    Ok(text.splitn(limit + 1, separator(at)?).map(Value::from).collect())
+    Ok(text
+        .splitn(limit + 1, separator(at)?)
+        .map(Value::from)
+        .collect())
 }
 
 fn rsplit_n(text: &str, at: &str, limit: usize) -> Result<Vec<Value>, Error> {
-    let mut parts: Vec<Value> = text.rsplitn(limit + 1, separator(at)?).map(Value::from).collect();
+    let mut parts: Vec<Value> = text
+        .rsplitn(limit + 1, separator(at)?)
+        .map(Value::from)
+        .collect();
     parts.reverse();
     Ok(parts)
 }
 
 /// Python counts characters, not bytes.
 fn position(text: &str, byte: Option<usize>) -> Value {
-    byte.map_or(Value::from(-1), |byte| Value::from(text[..byte].chars().count()))
+    byte.map_or(Value::from(-1), |byte| {
+        Value::from(text[..byte].chars().count())
+    })
 }
 
 fn count(text: &str, what: &str) -> usize {
-    if what.is_empty() { text.chars().count() + 1 } else { text.matches(what).count() }
+    if what.is_empty() {
+        text.chars().count() + 1
+    } else {
+        text.matches(what).count()
+    }
 }
 
 /// Python gives a first letter beyond ASCII its title case, and a sigma the form of its place in the word.
@@ -247,7 +315,11 @@ fn capitalize(text: &str) -> String {
     match chars.next() {
         None => String::new(),
         Some(first) if first.is_ascii() && !text.contains('Σ') => {
-            format!("{}{}", first.to_ascii_uppercase(), chars.as_str().to_lowercase())
+            format!(
+                "{}{}",
+                first.to_ascii_uppercase(),
+                chars.as_str().to_lowercase()
+            )
         }
         Some(_) => DOUBT.to_owned(),
     }
@@ -259,7 +331,11 @@ fn title(text: &str) -> String {
     }
     let mut inside = false;
     let cased = |c: char| {
-        let cased = if inside { c.to_ascii_lowercase() } else { c.to_ascii_uppercase() };
+        let cased = if inside {
+            c.to_ascii_lowercase()
+        } else {
+            c.to_ascii_uppercase()
+        };
         inside = c.is_ascii_alphabetic();
         cased
     };
@@ -269,7 +345,10 @@ fn title(text: &str) -> String {
 /// The `is…` methods, for ASCII; Python's answer beyond it depends on its Unicode tables.
 fn all(text: &str, method: &str) -> Result<bool, Error> {
     if !text.is_ascii() {
-        return Err(Error::new(ErrorKind::InvalidOperation, format!("str.{method} of text beyond ASCII")));
+        return Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("str.{method} of text beyond ASCII"),
+        ));
     }
     let every = |test: fn(&u8) -> bool| !text.is_empty() && text.bytes().all(|byte| test(&byte));
     Ok(match method {
@@ -277,7 +356,13 @@ fn all(text: &str, method: &str) -> Result<bool, Error> {
         "isalpha" => every(u8::is_ascii_alphabetic),
         "isalnum" => every(u8::is_ascii_alphanumeric),
         "isspace" => !text.is_empty() && text.chars().all(is_space),
-        "islower" => text.bytes().any(|c| c.is_ascii_lowercase()) && !text.bytes().any(|c| c.is_ascii_uppercase()),
-        _ => text.bytes().any(|c| c.is_ascii_uppercase()) && !text.bytes().any(|c| c.is_ascii_lowercase()),
+        "islower" => {
+            text.bytes().any(|c| c.is_ascii_lowercase())
+                && !text.bytes().any(|c| c.is_ascii_uppercase())
+        }
+        _ => {
+            text.bytes().any(|c| c.is_ascii_uppercase())
+                && !text.bytes().any(|c| c.is_ascii_lowercase())
+        }
     })
 }

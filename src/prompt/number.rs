@@ -11,7 +11,11 @@ pub(super) fn repr(value: f64) -> String {
     let (digits, exponent) = split(&scientific);
     if (-4..16).contains(&exponent) {
         let plain = format!("{value}");
-        return if plain.contains('.') { plain } else { format!("{plain}.0") };
+        return if plain.contains('.') {
+            plain
+        } else {
+            format!("{plain}.0")
+        };
     }
     let sign = if exponent < 0 { '-' } else { '+' };
     format!("{digits}e{sign}{:02}", exponent.unsigned_abs())
@@ -27,18 +31,27 @@ pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value
     let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0)));
     if let Some(text) = value.as_str() {
         return match number_text(text)? {
-            Some(digits) if is_integer(&digits) => {
-                digits.parse::<i128>().map(Value::from).map_err(|_| doubt("an integer of many digits"))
-            }
-            Some(digits) => digits.parse().map_or_else(|_| default(), |float| whole(float).map_or_else(default, Ok)),
+            Some(digits) if is_integer(&digits) => digits
+                .parse::<i128>()
+                .map(Value::from)
+                .map_err(|_| doubt("an integer of many digits")),
+            Some(digits) => digits
+                .parse()
+                .map_or_else(|_| default(), |float| whole(float).map_or_else(default, Ok)),
             None => default(),
         };
     }
     match value.kind() {
-        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "undefined is no number")),
+        ValueKind::Undefined => Err(Error::new(
+            ErrorKind::UndefinedError,
+            "undefined is no number",
+        )),
         ValueKind::Bool => Ok(Value::from(i64::from(value.is_true()))),
         ValueKind::Number if value.is_integer() => Ok(value.clone()),
-        ValueKind::Number => f64::try_from(value.clone()).ok().and_then(whole).map_or_else(default, Ok),
+        ValueKind::Number => f64::try_from(value.clone())
+            .ok()
+            .and_then(whole)
+            .map_or_else(default, Ok),
         ValueKind::Plain => Err(doubt("an uncommon float")),
         _ => default(),
     }
@@ -55,7 +68,10 @@ pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Val
         };
     }
     match value.kind() {
-        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "undefined is no number")),
+        ValueKind::Undefined => Err(Error::new(
+            ErrorKind::UndefinedError,
+            "undefined is no number",
+        )),
         ValueKind::Bool => Ok(Value::from(if value.is_true() { 1.0 } else { 0.0 })),
         ValueKind::Number => f64::try_from(value.clone()).map(Value::from),
         ValueKind::Plain => Err(doubt("an uncommon float")),
@@ -64,7 +80,10 @@ pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Val
 }
 
 fn doubt(what: &str) -> Error {
-    Error::new(ErrorKind::InvalidOperation, format!("{what}, which only Python reads"))
+    Error::new(
+        ErrorKind::InvalidOperation,
+        format!("{what}, which only Python reads"),
+    )
 }
 
 /// The text of a number without space around it and without underscores between its digits; `None` if those are elsewhere.
@@ -76,10 +95,16 @@ fn number_text(text: &str) -> Result<Option<String>, Error> {
     }
     let bytes = text.as_bytes();
     let between = |at: usize| {
-        let digit = |at: Option<usize>| at.and_then(|at| bytes.get(at)).is_some_and(u8::is_ascii_digit);
+        let digit = |at: Option<usize>| {
+            at.and_then(|at| bytes.get(at))
+                .is_some_and(u8::is_ascii_digit)
+        };
         digit(at.checked_sub(1)) && digit(Some(at + 1))
     };
-    let misplaced = bytes.iter().enumerate().any(|(at, &byte)| byte == b'_' && !between(at));
+    let misplaced = bytes
+        .iter()
+        .enumerate()
+        .any(|(at, &byte)| byte == b'_' && !between(at));
     Ok((!misplaced).then(|| text.replace('_', "")))
 }
 
@@ -132,10 +157,17 @@ mod tests {
         ] {
             let value = Value::from(text);
             assert_eq!(int_filter(&value, None).unwrap().to_string(), int, "{text}");
-            assert_eq!(repr(float_filter(&value, None).unwrap().try_into().unwrap()), float, "{text}");
+            assert_eq!(
+                repr(float_filter(&value, None).unwrap().try_into().unwrap()),
+                float,
+                "{text}"
+            );
         }
         assert!(float_filter(&Value::from("nan"), None).is_err());
         assert!(int_filter(&Value::from("\u{661}"), None).is_err());
-        assert_eq!(int_filter(&Value::from("x"), Some(&Value::from(5))).unwrap(), Value::from(5));
+        assert_eq!(
+            int_filter(&Value::from("x"), Some(&Value::from(5))).unwrap(),
+            Value::from(5)
+        );
     }
 }

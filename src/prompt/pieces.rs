@@ -43,17 +43,29 @@ pub struct TokenBudget<'b> {
 
 impl<'b> TokenBudget<'b> {
     /// All of it.
-    pub const UNLIMITED: TokenBudget<'static> =
-        TokenBudget { tokens: usize::MAX, is_over: &|| false, step: usize::MAX, longest: usize::MAX };
+    pub const UNLIMITED: TokenBudget<'static> = TokenBudget {
+        tokens: usize::MAX,
+        is_over: &|| false,
+        step: usize::MAX,
+        longest: usize::MAX,
+    };
 
     /// This many tokens, until the deadline.
     pub fn new(tokens: usize, is_over: &'b dyn Fn() -> bool) -> Self {
-        Self { tokens, is_over, step: STEP, longest: LONGEST }
+        Self {
+            tokens,
+            is_over,
+            step: STEP,
+            longest: LONGEST,
+        }
     }
 
     /// The budget that remains after this many tokens.
     pub(super) fn after(self, tokens: usize) -> Self {
-        Self { tokens: self.tokens.saturating_sub(tokens), ..self }
+        Self {
+            tokens: self.tokens.saturating_sub(tokens),
+            ..self
+        }
     }
 }
 
@@ -75,7 +87,11 @@ pub(super) struct FirstTokens {
 }
 
 /// The tokens of a text, as far as the budget goes.
-pub(super) fn tokens(tokenizer: &Checked, text: &str, budget: &TokenBudget<'_>) -> tokenizers::Result<FirstTokens> {
+pub(super) fn tokens(
+    tokenizer: &Checked,
+    text: &str,
+    budget: &TokenBudget<'_>,
+) -> tokenizers::Result<FirstTokens> {
     let mut ids: Vec<u32> = Vec::new();
     let mut from = 0;
     let mut stopped = None;
@@ -108,7 +124,12 @@ pub(super) fn tokens(tokenizer: &Checked, text: &str, budget: &TokenBudget<'_>) 
 }
 
 /// The last joint within a step, else the first one behind it, else the end of the text, within the longest piece.
-fn end_of_piece(has_joints: bool, text: &str, from: usize, budget: &TokenBudget<'_>) -> Option<usize> {
+fn end_of_piece(
+    has_joints: bool,
+    text: &str,
+    from: usize,
+    budget: &TokenBudget<'_>,
+) -> Option<usize> {
     let left = text.len() - from;
     if left <= budget.step {
         return Some(text.len());
@@ -126,7 +147,10 @@ fn end_of_piece(has_joints: bool, text: &str, from: usize, budget: &TokenBudget<
 const SEPARATORS: [char; 4] = [' ', '、', '。', '，'];
 
 fn is_joint(text: &str, at: usize) -> bool {
-    let begins = text.as_bytes().get(at).is_some_and(|byte| matches!(byte, b' ' | 0xe3 | 0xef));
+    let begins = text
+        .as_bytes()
+        .get(at)
+        .is_some_and(|byte| matches!(byte, b' ' | 0xe3 | 0xef));
     if !begins || !text.is_char_boundary(at) {
         return false;
     }
@@ -167,12 +191,17 @@ const PASSING: [&str; 3] = [r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+"]
 
 /// Whether a tokenizer is one whose texts can be cut at joints.
 pub(super) fn are_known(tokenizer: &Tokenizer) -> bool {
-    let written = |part: Option<serde_json::Result<Value>>| part.map_or(Some(Value::Null), Result::ok);
+    let written =
+        |part: Option<serde_json::Result<Value>>| part.map_or(Some(Value::Null), Result::ok);
     let normalizer = written(tokenizer.get_normalizer().map(serde_json::to_value));
     let pre_tokenizer = written(tokenizer.get_pre_tokenizer().map(serde_json::to_value));
     parts(tokenizer).is_ok()
-        && tokenizer.get_added_tokens_decoder().values().all(|token| !touches_joints(token))
-        && normalizer.is_some_and(|part| flat(&part, "normalizers").iter().all(|part| is_local(part)))
+        && tokenizer
+            .get_added_tokens_decoder()
+            .values()
+            .all(|token| !touches_joints(token))
+        && normalizer
+            .is_some_and(|part| flat(&part, "normalizers").iter().all(|part| is_local(part)))
         && pre_tokenizer.is_some_and(|part| divides(&flat(&part, "pretokenizers")))
 }
 
@@ -186,7 +215,10 @@ fn flat<'p>(part: &'p Value, parts: &str) -> Vec<&'p Value> {
 }
 
 fn is_local(normalizer: &Value) -> bool {
-    matches!(normalizer["type"].as_str(), Some("NFC" | "NFKC" | "Lowercase"))
+    matches!(
+        normalizer["type"].as_str(),
+        Some("NFC" | "NFKC" | "Lowercase")
+    )
 }
 
 /// Whether these pre-tokenizers divide every text at its joints.
@@ -221,13 +253,16 @@ fn divides(pre_tokenizers: &[&Value]) -> bool {
 /// normalizer may make one of the known ones of them.
 fn touches_joints(token: &AddedToken) -> bool {
     let chars: Vec<char> = token.content.chars().collect();
-    let is_separator = |char: char| char.is_whitespace() || matches!(char, ',' | '.') || SEPARATORS.contains(&char);
+    let is_separator = |char: char| {
+        char.is_whitespace() || matches!(char, ',' | '.') || SEPARATORS.contains(&char)
+    };
     let alphabetic = |char: Option<&char>| char.is_none_or(|char| char.is_alphabetic());
     let covers = chars.iter().enumerate().any(|(at, char)| {
         let before = at.checked_sub(1).and_then(|at| chars.get(at));
         is_separator(*char) && alphabetic(before) && alphabetic(chars.get(at + 1))
     });
-    let strips = token.lstrip && alphabetic(chars.first()) || token.rstrip && alphabetic(chars.last());
+    let strips =
+        token.lstrip && alphabetic(chars.first()) || token.rstrip && alphabetic(chars.last());
     // A token that counts only as a word of its own looks at both its neighbours.
     covers || strips || token.single_word && chars.first().is_some_and(|char| is_separator(*char))
 }

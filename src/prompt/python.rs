@@ -30,7 +30,12 @@ impl Dict {
         let key: Arc<str> = Arc::from(key);
         self.entries.push((Arc::clone(&key), value));
         if self.entries.len() == SMALL + 1 {
-            self.places = self.entries.iter().enumerate().map(|(place, (key, _))| (Arc::clone(key), place)).collect();
+            self.places = self
+                .entries
+                .iter()
+                .enumerate()
+                .map(|(place, (key, _))| (Arc::clone(key), place))
+                .collect();
         } else if self.entries.len() > SMALL {
             self.places.insert(key, self.entries.len() - 1);
         }
@@ -60,11 +65,18 @@ impl<'k> FromIterator<(&'k str, Value)> for Dict {
 
 impl Object for Dict {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        self.place(key.as_str()?).map(|place| self.entries[place].1.clone())
+        self.place(key.as_str()?)
+            .map(|place| self.entries[place].1.clone())
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        self.mapped_enumerator(|this| Box::new(this.entries.iter().map(|(key, _)| Value::from(Arc::clone(key)))))
+        self.mapped_enumerator(|this| {
+            Box::new(
+                this.entries
+                    .iter()
+                    .map(|(key, _)| Value::from(Arc::clone(key))),
+            )
+        })
     }
 
     fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
@@ -121,7 +133,11 @@ fn is_common(number: f64) -> bool {
 }
 
 fn float(number: f64) -> Value {
-    if is_common(number) { Value::from(number) } else { Value::from_object(UncommonFloat(number)) }
+    if is_common(number) {
+        Value::from(number)
+    } else {
+        Value::from_object(UncommonFloat(number))
+    }
 }
 
 /// Whether a value contains an [`UncommonFloat`]. minijinja compares it as an object, and Python as a number.
@@ -151,12 +167,18 @@ const SQUARE: (char, char) = ('[', ']');
 
 /// A list of values.
 pub(super) fn list(values: Vec<Value>) -> Value {
-    Value::from_object(Sequence { values, brackets: SQUARE })
+    Value::from_object(Sequence {
+        values,
+        brackets: SQUARE,
+    })
 }
 
 /// A tuple of two or more values.
 pub(super) fn tuple(values: Vec<Value>) -> Value {
-    Value::from_object(Sequence { values, brackets: ('(', ')') })
+    Value::from_object(Sequence {
+        values,
+        brackets: ('(', ')'),
+    })
 }
 
 /// JSON as Python reads it.
@@ -186,7 +208,9 @@ pub(super) fn value(json: &JsonValue) -> Result<Value, EncodeError> {
 /// JSON that a template may compare with other values.
 pub(super) fn comparable_value(json: &JsonValue) -> Result<Value, EncodeError> {
     if contains_uncommon_float(json) {
-        return Err(EncodeError::uncertain("a float that the template engine cannot compare as Python does"));
+        return Err(EncodeError::uncertain(
+            "a float that the template engine cannot compare as Python does",
+        ));
     }
     value(json)
 }
@@ -225,7 +249,9 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
 }
 
 fn write_items(out: &mut String, value: &Value, depth: usize) {
-    let (open, close) = value.downcast_object_ref::<Sequence>().map_or(SQUARE, |sequence| sequence.brackets);
+    let (open, close) = value
+        .downcast_object_ref::<Sequence>()
+        .map_or(SQUARE, |sequence| sequence.brackets);
     out.push(open);
     for (place, item) in value.try_iter().into_iter().flatten().enumerate() {
         out.push_str(if place > 0 { ", " } else { "" });
@@ -253,16 +279,25 @@ struct NonFinite {
 }
 
 /// As `repr` prints them.
-const REPR: NonFinite = NonFinite { nan: "nan", infinity: "inf", negative: "-inf" };
+const REPR: NonFinite = NonFinite {
+    nan: "nan",
+    infinity: "inf",
+    negative: "-inf",
+};
 
 /// As `json.dumps` prints them.
-const DUMPS: NonFinite = NonFinite { nan: "NaN", infinity: "Infinity", negative: "-Infinity" };
+const DUMPS: NonFinite = NonFinite {
+    nan: "NaN",
+    infinity: "Infinity",
+    negative: "-Infinity",
+};
 
 fn number_text(value: &Value, names: &NonFinite) -> String {
     if value.is_integer() {
         return value.to_string();
     }
-    f64::try_from(value.clone()).map_or_else(|_| DOUBT.to_owned(), |number| float_text(number, names))
+    f64::try_from(value.clone())
+        .map_or_else(|_| DOUBT.to_owned(), |number| float_text(number, names))
 }
 
 fn float_text(number: f64, names: &NonFinite) -> String {
@@ -277,7 +312,11 @@ fn float_text(number: f64, names: &NonFinite) -> String {
 /// A quoted string. Which characters beyond ASCII Python escapes depends on its Unicode tables; letters and digits
 /// never are.
 fn write_quoted(out: &mut String, text: &str) {
-    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
     out.push(quote);
     for c in text.chars() {
         match c {
@@ -287,7 +326,9 @@ fn write_quoted(out: &mut String, text: &str) {
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
             ' '..='~' => out.push(c),
-            '\0'..='\u{1f}' | '\u{7f}'..='\u{a0}' | '\u{ad}' => out.push_str(&format!("\\x{:02x}", u32::from(c))),
+            '\0'..='\u{1f}' | '\u{7f}'..='\u{a0}' | '\u{ad}' => {
+                out.push_str(&format!("\\x{:02x}", u32::from(c)))
+            }
             '\u{a1}'..='\u{ff}' => out.push(c),
             c if c.is_alphanumeric() => out.push(c),
             _ => out.push_str(DOUBT),
@@ -306,20 +347,31 @@ struct Layout {
 }
 
 /// The filter `tojson` as transformers defines it: `json.dumps` with `ensure_ascii` off and nothing escaped for HTML.
-pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, options: &Kwargs) -> Result<String, Error> {
+pub(super) fn tojson(
+    value: &Value,
+    ensure_ascii: Option<bool>,
+    options: &Kwargs,
+) -> Result<String, Error> {
     let indent = match options.get::<Option<Value>>("indent")? {
         None => None,
         Some(none) if none.is_none() => None,
         Some(text) if text.as_str().is_some() => text.as_str().map(str::to_owned),
         Some(width) => Some(" ".repeat(i64::try_from(width)?.clamp(0, 64).unsigned_abs() as usize)),
     };
-    let separators = options.get::<Option<Value>>("separators")?.filter(|value| !value.is_none());
+    let separators = options
+        .get::<Option<Value>>("separators")?
+        .filter(|value| !value.is_none());
     let separator = |place: usize, default: &str| match &separators {
         None => Ok(default.to_owned()),
-        Some(pair) => pair.get_item(&Value::from(place)).map(|text| self::text(&text)),
+        Some(pair) => pair
+            .get_item(&Value::from(place))
+            .map(|text| self::text(&text)),
     };
     let layout = Layout {
-        ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.or(ensure_ascii).unwrap_or(false),
+        ensure_ascii: options
+            .get::<Option<bool>>("ensure_ascii")?
+            .or(ensure_ascii)
+            .unwrap_or(false),
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         item: separator(0, if indent.is_some() { "," } else { ", " })?,
         key: separator(1, ": ")?,

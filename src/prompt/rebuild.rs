@@ -43,8 +43,7 @@ pub(super) struct Said<'s> {
 }
 
 /// How Qwen2 takes text apart, in the parts between which Qwen3.5 differs.
-const QWEN2: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 impl Said<'_> {
@@ -85,7 +84,11 @@ impl Said<'_> {
     }
 
     fn of_no_type(&self) -> String {
-        let what = self.class.map_or("a tokenizer without a class".to_owned(), |class| format!("the class `{class}`"));
+        let what = self
+            .class
+            .map_or("a tokenizer without a class".to_owned(), |class| {
+                format!("the class `{class}`")
+            });
         format!(
             "how the engine builds {what} depends on the type of the model, which config.json gives: copy the model's config.json \
              beside the tokenizer's files, or set `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
@@ -94,7 +97,10 @@ impl Said<'_> {
 
     /// Whether vLLM takes the tokenizer as written before it looks at anything else.
     pub(super) fn is_as_written(&self) -> bool {
-        self.engine == Engine::Vllm && self.model_type.is_some_and(|model_type| TABLE.as_written(model_type))
+        self.engine == Engine::Vllm
+            && self
+                .model_type
+                .is_some_and(|model_type| TABLE.as_written(model_type))
     }
 }
 
@@ -138,8 +144,14 @@ impl Class {
         const END: &str = "<|endoftext|>";
         match self {
             Self::AsWritten => &[],
-            Self::Llama => &[("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")],
-            Self::Qwen2 | Self::Qwen3_5 => &[("eos_token", END), ("unk_token", END), ("pad_token", END)],
+            Self::Llama => &[
+                ("bos_token", "<s>"),
+                ("eos_token", "</s>"),
+                ("unk_token", "<unk>"),
+            ],
+            Self::Qwen2 | Self::Qwen3_5 => {
+                &[("eos_token", END), ("unk_token", END), ("pad_token", END)]
+            }
             Self::Gemma => &[
                 ("bos_token", "<bos>"),
                 ("eos_token", "<eos>"),
@@ -148,9 +160,12 @@ impl Class {
                 ("mask_token", "<mask>"),
             ],
             Self::Gpt2 => &[("bos_token", END), ("eos_token", END), ("unk_token", END)],
-            Self::GptNeoX => {
-                &[("bos_token", END), ("eos_token", END), ("unk_token", END), ("pad_token", "<|padding|>")]
-            }
+            Self::GptNeoX => &[
+                ("bos_token", END),
+                ("eos_token", END),
+                ("unk_token", END),
+                ("pad_token", "<|padding|>"),
+            ],
             Self::Cohere => &[
                 ("bos_token", "<BOS_TOKEN>"),
                 ("eos_token", "<|END_OF_TURN_TOKEN|>"),
@@ -175,9 +190,14 @@ struct Parts {
 
 /// Makes of the content of `tokenizer.json` what this class makes of it.
 pub(super) fn rebuild(tokenizer: &mut Value, class: Class, said: &Said<'_>) -> Result<(), String> {
-    let Some(parts) = parts(class, said) else { return Ok(()) };
+    let Some(parts) = parts(class, said) else {
+        return Ok(());
+    };
     if !is_of_pairs(tokenizer) {
-        return Err(format!("the engine's class {class:?} is for BPE, this is {}", tokenizer["model"]["type"]));
+        return Err(format!(
+            "the engine's class {class:?} is for BPE, this is {}",
+            tokenizer["model"]["type"]
+        ));
     }
     let written = &tokenizer["pre_tokenizer"];
     // Spaces become ▁ in such a vocabulary, and a vocabulary of bytes has no ▁: no engine would run so for long.
@@ -231,8 +251,14 @@ fn is_of_bytes(written: &Value) -> bool {
 /// What a class puts around the vocabulary; nothing for what is taken as written.
 fn parts(class: Class, said: &Said<'_>) -> Option<Parts> {
     let nfc = json!({"type": "NFC"});
-    let of_bytes =
-        |normalizer, pre_tokenizer| Some(Parts { normalizer, pre_tokenizer, bytes: false, unk_token: Value::Null });
+    let of_bytes = |normalizer, pre_tokenizer| {
+        Some(Parts {
+            normalizer,
+            pre_tokenizer,
+            bytes: false,
+            unk_token: Value::Null,
+        })
+    };
     let prefix = said.add_prefix_space;
     match class {
         Class::AsWritten => None,
@@ -243,17 +269,29 @@ fn parts(class: Class, said: &Said<'_>) -> Option<Parts> {
                 (true, false) => "first",
             };
             let spaces = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false});
-            Some(Parts { normalizer: Value::Null, pre_tokenizer: spaces, bytes: true, unk_token: Value::Null })
+            Some(Parts {
+                normalizer: Value::Null,
+                pre_tokenizer: spaces,
+                bytes: true,
+                unk_token: Value::Null,
+            })
         }
         Class::Gemma => {
             let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-            let split =
-                json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+            let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
             let unk_token = json!(said.unk_token.unwrap_or("<unk>"));
-            Some(Parts { normalizer: spaces, pre_tokenizer: split, bytes: true, unk_token })
+            Some(Parts {
+                normalizer: spaces,
+                pre_tokenizer: split,
+                bytes: true,
+                unk_token,
+            })
         }
         Class::Qwen2 => of_bytes(nfc, sequence([split_by(QWEN2), byte_level(prefix, false)])),
-        Class::Qwen3_5 => of_bytes(nfc, sequence([split_by(QWEN3_5), byte_level(prefix, false)])),
+        Class::Qwen3_5 => of_bytes(
+            nfc,
+            sequence([split_by(QWEN3_5), byte_level(prefix, false)]),
+        ),
         Class::Gpt2 => of_bytes(Value::Null, byte_level(prefix, true)),
         Class::GptNeoX => of_bytes(nfc, byte_level(prefix, true)),
         Class::Cohere => {

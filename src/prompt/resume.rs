@@ -67,11 +67,19 @@ pub(super) struct Resumer {
 
 impl Resumer {
     /// A way for this tokenizer, or why there is none.
-    pub(super) fn new(tokenizer: &Tokenizer, cache: Arc<PromptCache>) -> Result<Self, &'static str> {
+    pub(super) fn new(
+        tokenizer: &Tokenizer,
+        cache: Arc<PromptCache>,
+    ) -> Result<Self, &'static str> {
         known::parts(tokenizer)?;
         let frame = known::frame(tokenizer)?;
         let edges = Edges::of(tokenizer)?;
-        Ok(Self { edges, frame, key: Secret(rand::random()), cache })
+        Ok(Self {
+            edges,
+            frame,
+            key: Secret(rand::random()),
+            cache,
+        })
     }
 
     /// The tokens of a text, as the tokenizer alone would make them, as far as the budget goes; `None` where it is not worth to
@@ -105,7 +113,12 @@ impl Resumer {
         let mut last = found.len().checked_sub(1).map(|at| points[at]);
         let mut stopped = None;
         for point in &points[found.len()..] {
-            let piece = self.piece(tokenizer, &text[..point.end], last, &budget.after(all.len()))?;
+            let piece = self.piece(
+                tokenizer,
+                &text[..point.end],
+                last,
+                &budget.after(all.len()),
+            )?;
             all.extend_from_slice(&piece.ids);
             stopped = piece.stopped;
             if stopped.is_some() {
@@ -127,10 +140,18 @@ impl Resumer {
         }
         known.retain(|(_, tokens)| *tokens <= all.len());
         // What was made just before a difference was found is not kept: it may be wrong.
-        let made = if tokenizer.because().is_some() == library { made } else { Vec::new() };
+        let made = if tokenizer.because().is_some() == library {
+            made
+        } else {
+            Vec::new()
+        };
         self.cache.keep(&keys[..found.len()], made);
         self.cache.count(resumed.min(all.len()), all.len());
-        Ok(Some(Bare { ids: all, stopped, points: known }))
+        Ok(Some(Bare {
+            ids: all,
+            stopped,
+            points: known,
+        }))
     }
 
     /// The tokens of what follows a point in a text.
@@ -141,10 +162,15 @@ impl Resumer {
         last: Option<Point>,
         budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<FirstTokens> {
-        let Some(Point { end, edge, .. }) = last else { return pieces::tokens(tokenizer, text, budget) };
+        let Some(Point { end, edge, .. }) = last else {
+            return pieces::tokens(tokenizer, text, budget);
+        };
         let edge = self.edges.get(edge);
         // The added token is tokenized once more, and removed again.
-        let budget = TokenBudget { tokens: budget.tokens.saturating_add(1), ..*budget };
+        let budget = TokenBudget {
+            tokens: budget.tokens.saturating_add(1),
+            ..*budget
+        };
         let mut made = pieces::tokens(tokenizer, &text[end - edge.content.len()..], &budget)?;
         match made.ids.first() {
             Some(first) if *first == edge.id => drop(made.ids.remove(0)),
@@ -161,10 +187,16 @@ impl Resumer {
         if points.is_empty() {
             return points;
         }
-        let mut name = self.key.name(&[TEXT, &[library.into()], apart.unwrap_or_default().as_bytes()]);
+        let mut name = self.key.name(&[
+            TEXT,
+            &[library.into()],
+            apart.unwrap_or_default().as_bytes(),
+        ]);
         let mut from = 0;
         for point in &mut points {
-            name = self.key.name(&[&name.to_le_bytes(), &text.as_bytes()[from..point.end]]);
+            name = self
+                .key
+                .name(&[&name.to_le_bytes(), &text.as_bytes()[from..point.end]]);
             (point.key, from) = (name, point.end);
         }
         points
@@ -177,8 +209,16 @@ impl Resumer {
 
     /// What the post-processor makes of the tokens of a text, and where others may go on from them and from their blocks.
     pub(super) fn framed(&self, bare: Bare, special: bool) -> Tokens {
-        let Bare { ids, stopped, points } = bare;
-        let points = self.trail(points, special, if special { self.frame.before.len() } else { 0 });
+        let Bare {
+            ids,
+            stopped,
+            points,
+        } = bare;
+        let points = self.trail(
+            points,
+            special,
+            if special { self.frame.before.len() } else { 0 },
+        );
         let ids = match stopped {
             _ if !special => ids,
             None => self.frame.around(&ids),
@@ -197,13 +237,20 @@ impl Resumer {
 
 impl From<FirstTokens> for Bare {
     fn from(FirstTokens { ids, stopped }: FirstTokens) -> Self {
-        Self { ids, stopped, points: Vec::new() }
+        Self {
+            ids,
+            stopped,
+            points: Vec::new(),
+        }
     }
 }
 
 impl Bare {
     /// Cuts off what truncation does.
-    pub(super) fn keep<E>(&mut self, range: impl FnOnce(usize) -> Result<Range<usize>, E>) -> Result<(), E> {
+    pub(super) fn keep<E>(
+        &mut self,
+        range: impl FnOnce(usize) -> Result<Range<usize>, E>,
+    ) -> Result<(), E> {
         let Range { start, end } = range(self.ids.len())?;
         if start > 0 {
             self.points.clear();

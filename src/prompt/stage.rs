@@ -27,7 +27,11 @@ pub(super) struct Stage<'s> {
 
 impl<'s> Stage<'s> {
     pub(super) fn new(show: Show<'s>) -> Self {
-        Self { show, seen: 0, numbers: [0; 3] }
+        Self {
+            show,
+            seen: 0,
+            numbers: [0; 3],
+        }
     }
 
     /// A text in place of the next item in a list of parts, if there is to be one.
@@ -41,16 +45,20 @@ impl<'s> Stage<'s> {
     }
 
     /// What is written for the next item where the content is one text.
-    pub(super) fn placeholder(&mut self, modality: Modality) -> Result<Option<String>, EncodeError> {
+    pub(super) fn placeholder(
+        &mut self,
+        modality: Modality,
+    ) -> Result<Option<String>, EncodeError> {
         let (at, number) = self.next(modality);
         match self.show {
             Show::Nothing => Err(refused(modality)),
             Show::Marked(_, marked) if marked == at => Ok(Some(MARK.to_owned())),
             // What comes after the mark does not matter.
             Show::Marked(_, marked) if marked < at => Ok(None),
-            Show::Marked(rules, _) | Show::As(rules) => {
-                rules.placeholder(modality, number).map(Some).ok_or_else(|| refused(modality))
-            }
+            Show::Marked(rules, _) | Show::As(rules) => rules
+                .placeholder(modality, number)
+                .map(Some)
+                .ok_or_else(|| refused(modality)),
         }
     }
 

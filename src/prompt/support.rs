@@ -9,11 +9,29 @@ use super::methods::{FILTERS, METHODS, TESTS};
 use super::syntax::{Node, walk};
 
 /// Names that are methods of a Python dict: `x.items` is then not the item `items`.
-const DICT_METHODS: [&str; 11] =
-    ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
+const DICT_METHODS: [&str; 11] = [
+    "clear",
+    "copy",
+    "fromkeys",
+    "get",
+    "items",
+    "keys",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+    "values",
+];
 
 /// Functions that templates may call.
-const FUNCTIONS: [&str; 6] = ["caller", "dict", "namespace", "raise_exception", "range", "strftime_now"];
+const FUNCTIONS: [&str; 6] = [
+    "caller",
+    "dict",
+    "namespace",
+    "raise_exception",
+    "range",
+    "strftime_now",
+];
 
 /// Names the first unsupported feature.
 pub(super) fn check(template: &Stmt<'_>) -> Result<(), String> {
@@ -35,8 +53,12 @@ pub(super) fn check(template: &Stmt<'_>) -> Result<(), String> {
             }
             Node::Expr(expr @ Expr::GetAttr(node)) => {
                 let method = called.contains(&std::ptr::from_ref(expr));
-                (!method && DICT_METHODS.contains(&node.name))
-                    .then(|| format!("the attribute `.{}`, which Python takes for the method", node.name))
+                (!method && DICT_METHODS.contains(&node.name)).then(|| {
+                    format!(
+                        "the attribute `.{}`, which Python takes for the method",
+                        node.name
+                    )
+                })
             }
             Node::Expr(expr) => expression(expr),
         };
@@ -63,7 +85,9 @@ fn statement(stmt: &Stmt<'_>) -> Option<String> {
 
 fn call(node: &Call<'_>, macros: &BTreeSet<&str>) -> Option<String> {
     match &node.expr {
-        Expr::Var(function) if FUNCTIONS.contains(&function.id) || macros.contains(function.id) => None,
+        Expr::Var(function) if FUNCTIONS.contains(&function.id) || macros.contains(function.id) => {
+            None
+        }
         Expr::Var(function) => Some(format!("the function `{}`", function.id)),
         Expr::GetAttr(method) if METHODS.contains(&method.name) => None,
         Expr::GetAttr(method) if method.name == "cycle" => None,
@@ -74,8 +98,12 @@ fn call(node: &Call<'_>, macros: &BTreeSet<&str>) -> Option<String> {
 
 fn expression(expr: &Expr<'_>) -> Option<String> {
     match expr {
-        Expr::Filter(node) if !FILTERS.contains(&node.name) => Some(format!("the filter `{}`", node.name)),
-        Expr::Test(node) if !TESTS.contains(&node.name) => Some(format!("the test `{}`", node.name)),
+        Expr::Filter(node) if !FILTERS.contains(&node.name) => {
+            Some(format!("the filter `{}`", node.name))
+        }
+        Expr::Test(node) if !TESTS.contains(&node.name) => {
+            Some(format!("the test `{}`", node.name))
+        }
         Expr::BinOp(node) => binary(node),
         Expr::GetItem(node) => method_item(&node.subscript_expr),
         _ => None,
@@ -84,16 +112,25 @@ fn expression(expr: &Expr<'_>) -> Option<String> {
 
 /// Where a dict lacks the item, Jinja2 falls back to the attribute, and so to the method.
 fn method_item(subscript: &Expr<'_>) -> Option<String> {
-    let Expr::Const(key) = subscript else { return None };
-    let key = key.value.as_str().filter(|key| DICT_METHODS.contains(key))?;
-    Some(format!("the item `['{key}']`, which Python takes for the method where it is missing"))
+    let Expr::Const(key) = subscript else {
+        return None;
+    };
+    let key = key
+        .value
+        .as_str()
+        .filter(|key| DICT_METHODS.contains(key))?;
+    Some(format!(
+        "the item `['{key}']`, which Python takes for the method where it is missing"
+    ))
 }
 
 fn binary(node: &BinOp<'_>) -> Option<String> {
     // Jinja2 marks the text as safe and then escapes whatever is added to it.
     let safe = |expr: &Expr<'_>| matches!(expr, Expr::Filter(filter) if filter.name == "safe");
     match node.op {
-        BinOpKind::Add if safe(&node.left) || safe(&node.right) => Some("adding to text filtered by `safe`".to_owned()),
+        BinOpKind::Add if safe(&node.left) || safe(&node.right) => {
+            Some("adding to text filtered by `safe`".to_owned())
+        }
         BinOpKind::Pow => Some("the operator `**`".to_owned()),
         _ => None,
     }

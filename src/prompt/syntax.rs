@@ -84,7 +84,10 @@ fn exprs<'t>(nodes: impl IntoIterator<Item = &'t Expr<'t>>, visit: &mut dyn FnMu
 fn args<'t>(args: &'t [CallArg<'t>], visit: &mut dyn FnMut(Node<'t>)) {
     for arg in args {
         match arg {
-            CallArg::Pos(value) | CallArg::Kwarg(_, value) | CallArg::PosSplat(value) | CallArg::KwargSplat(value) => {
+            CallArg::Pos(value)
+            | CallArg::Kwarg(_, value)
+            | CallArg::PosSplat(value)
+            | CallArg::KwargSplat(value) => {
                 expr(value, visit);
             }
         }
@@ -97,7 +100,10 @@ fn expr<'t>(node: &'t Expr<'t>, visit: &mut dyn FnMut(Node<'t>)) {
         Expr::Var(_) | Expr::Const(_) => {}
         Expr::Slice(node) => {
             expr(&node.expr, visit);
-            exprs([&node.start, &node.stop, &node.step].into_iter().flatten(), visit);
+            exprs(
+                [&node.start, &node.stop, &node.step].into_iter().flatten(),
+                visit,
+            );
         }
         Expr::UnaryOp(node) => expr(&node.expr, visit),
         Expr::BinOp(node) => exprs([&node.left, &node.right], visit),

@@ -64,15 +64,21 @@ impl Templates {
         let now: Clock = Arc::new(now);
         let mut named = BTreeMap::new();
         for (name, source) in sources.named {
-            let template = Template::compile(&source, &now).map_err(|problem| LoadError::Template {
-                path: sources.path.clone(),
-                name: name.clone(),
-                problem,
-            })?;
+            let template =
+                Template::compile(&source, &now).map_err(|problem| LoadError::Template {
+                    path: sources.path.clone(),
+                    name: name.clone(),
+                    problem,
+                })?;
             named.insert(name, template);
         }
         let inline_systems = InlineSystems::of_all(&named);
-        Ok(Self { named, inline_systems, special_tokens, engine: Engine::Vllm })
+        Ok(Self {
+            named,
+            inline_systems,
+            special_tokens,
+            engine: Engine::Vllm,
+        })
     }
 
     /// The same, rendered as this engine does.
@@ -86,7 +92,13 @@ impl Templates {
             return self.render_as(chat, Show::Nothing);
         }
         let nobody = Rules::default();
-        let show = |chat: &Chat| if chat.has_media() { Show::As(&nobody) } else { Show::Nothing };
+        let show = |chat: &Chat| {
+            if chat.has_media() {
+                Show::As(&nobody)
+            } else {
+                Show::Nothing
+            }
+        };
         let format = match self.engine {
             Engine::Vllm => self.of(chat)?.format,
             // What it does with images is not known here.
@@ -103,11 +115,17 @@ impl Templates {
     fn of(&self, chat: &Chat) -> Result<&Template, EncodeError> {
         let has_tools = chat.tools.is_some() || tools_of_kwargs(chat).is_some();
         let with_tools = self.named.get("tool_use").filter(|_| has_tools);
-        with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)
+        with_tools
+            .or_else(|| self.named.get("default"))
+            .ok_or(EncodeError::NoTemplate)
     }
 
     /// The prompt of a conversation, its images and the like shown like this.
-    pub(super) fn render_as(&self, chat: &Chat, show: Show<'_>) -> Result<(String, Exactness), EncodeError> {
+    pub(super) fn render_as(
+        &self,
+        chat: &Chat,
+        show: Show<'_>,
+    ) -> Result<(String, Exactness), EncodeError> {
         check(chat)?;
         let template = self.of(chat)?;
         if self.engine == Engine::Sglang {
@@ -120,20 +138,35 @@ impl Templates {
             turns = conversation::without_developers(turns);
         }
         template.check_thoughts(&turns)?;
-        let continued = chat.continue_final_message.then(|| continuation::mark(&mut turns)).transpose()?;
+        let continued = chat
+            .continue_final_message
+            .then(|| continuation::mark(&mut turns))
+            .transpose()?;
         let (text, exact) = template.render_turns(turns, self.variables(chat)?)?;
         match continued {
             None => Ok((text, exact)),
-            Some(_) if !template.reads_content => Err(EncodeError::rejected("the template reads no content")),
+            Some(_) if !template.reads_content => {
+                Err(EncodeError::rejected("the template reads no content"))
+            }
             Some(message) => Ok((continuation::cut(text, &message)?, exact)),
         }
     }
 
     /// What is evaluated directly, if it is, and what minijinja renders; nothing where the conversation is refused before.
     #[cfg(test)]
-    pub(super) fn render_both(&self, chat: &Chat) -> Option<(Option<String>, Result<String, EncodeError>)> {
+    pub(super) fn render_both(
+        &self,
+        chat: &Chat,
+    ) -> Option<(Option<String>, Result<String, EncodeError>)> {
         let template = self.of(chat).ok()?;
-        let turns = || conversation::turns(&chat.messages, template.format, &mut Stage::new(Show::Nothing)).ok();
+        let turns = || {
+            conversation::turns(
+                &chat.messages,
+                template.format,
+                &mut Stage::new(Show::Nothing),
+            )
+            .ok()
+        };
         let mut variables = self.variables(chat).ok()?;
         let direct = template.direct.render(&turns()?, &variables);
         variables.insert("messages", conversation::into_value(turns()?));
@@ -141,21 +174,33 @@ impl Templates {
         Some((direct, rendered.map(|(text, _)| text)))
     }
 
-    fn render_for_sglang(&self, template: &Template, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
+    fn render_for_sglang(
+        &self,
+        template: &Template,
+        chat: &Chat,
+    ) -> Result<(String, Exactness), EncodeError> {
         sglang::check(chat)?;
         if self.named.len() > 1 {
-            return Err(EncodeError::uncertain("SGLang takes the first of several templates"));
+            return Err(EncodeError::uncertain(
+                "SGLang takes the first of several templates",
+            ));
         }
-        let special = self.special_tokens.iter().map(|(name, token)| ((*name).to_owned(), Value::from(token.as_str())));
+        let special = self
+            .special_tokens
+            .iter()
+            .map(|(name, token)| ((*name).to_owned(), Value::from(token.as_str())));
         let mut variables: BTreeMap<String, Value> = special.collect();
         variables.extend(sglang::variables(chat)?);
         let turns = sglang::turns(chat, template.format_in_sglang)?;
-        let variables = variables.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+        let variables = variables
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.clone()))
+            .collect();
         match template.render_turns(turns, variables) {
             // It tries once more with its tools in another form.
-            Err(EncodeError::Render(_)) if chat.tools.is_some() => {
-                Err(EncodeError::uncertain("SGLang renders anew where the template fails"))
-            }
+            Err(EncodeError::Render(_)) if chat.tools.is_some() => Err(EncodeError::uncertain(
+                "SGLang renders anew where the template fails",
+            )),
             rendered => rendered,
         }
     }
@@ -163,21 +208,35 @@ impl Templates {
     /// Everything the template sees beside the messages, later entries over earlier ones.
     fn variables<'c>(&'c self, chat: &'c Chat) -> Result<BTreeMap<&'c str, Value>, EncodeError> {
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
-        variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
+        variables.extend(
+            self.special_tokens
+                .iter()
+                .map(|(name, token)| (*name, Value::from(token.as_str()))),
+        );
         variables.insert("documents", Value::from(()));
         // Tools are added below. Templates print their numbers and do not compare them.
-        let kwargs = chat.chat_template_kwargs.iter().filter(|(name, value)| *name != "tools" && is_set(value));
+        let kwargs = chat
+            .chat_template_kwargs
+            .iter()
+            .filter(|(name, value)| *name != "tools" && is_set(value));
         for (name, value) in kwargs {
             variables.insert(name, python::comparable_value(value)?);
         }
-        if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
+        if let Some(effort) = chat
+            .reasoning_effort
+            .as_deref()
+            .filter(|effort| *effort != "auto")
+        {
             variables.insert("reasoning_effort", Value::from(effort));
             if !chat.chat_template_kwargs.contains_key("enable_thinking") {
                 variables.insert("enable_thinking", Value::from(effort != "none"));
             }
         }
         if let Some(documents) = &chat.documents {
-            let documents = documents.iter().map(python::value).collect::<Result<_, _>>()?;
+            let documents = documents
+                .iter()
+                .map(python::value)
+                .collect::<Result<_, _>>()?;
             variables.insert("documents", python::list(documents));
         }
         let tools = match tools_of_kwargs(chat) {
@@ -185,12 +244,22 @@ impl Templates {
                 python::list(tools.iter().map(python::value).collect::<Result<_, _>>()?)
             }
             Some(_) => {
-                return Err(EncodeError::uncertain("`tools` in chat_template_kwargs that are no list of objects"));
+                return Err(EncodeError::uncertain(
+                    "`tools` in chat_template_kwargs that are no list of objects",
+                ));
             }
-            None => chat.tools.as_deref().map(conversation::tools).transpose()?.unwrap_or(Value::from(())),
+            None => chat
+                .tools
+                .as_deref()
+                .map(conversation::tools)
+                .transpose()?
+                .unwrap_or(Value::from(())),
         };
         variables.insert("tools", tools);
-        variables.insert("add_generation_prompt", Value::from(chat.add_generation_prompt));
+        variables.insert(
+            "add_generation_prompt",
+            Value::from(chat.add_generation_prompt),
+        );
         Ok(variables)
     }
 }
@@ -202,7 +271,9 @@ fn is_set(value: &JsonValue) -> bool {
 
 /// Tools in chat_template_kwargs, which replace those of the request and reach the template as they were sent.
 fn tools_of_kwargs(chat: &Chat) -> Option<&JsonValue> {
-    chat.chat_template_kwargs.get("tools").filter(|tools| is_set(tools))
+    chat.chat_template_kwargs
+        .get("tools")
+        .filter(|tools| is_set(tools))
 }
 
 /// What the engine refuses before it renders, and what it would do in unknown ways.
@@ -211,13 +282,23 @@ fn check(chat: &Chat) -> Result<(), EncodeError> {
         return Err(EncodeError::RequestTemplate);
     }
     if chat.forwarded_tokens {
-        return Err(EncodeError::uncertain("another engine forwards the prompt's tokens"));
+        return Err(EncodeError::uncertain(
+            "another engine forwards the prompt's tokens",
+        ));
     }
     if chat.continue_final_message && chat.add_generation_prompt {
-        return Err(EncodeError::rejected("continue_final_message together with add_generation_prompt"));
+        return Err(EncodeError::rejected(
+            "continue_final_message together with add_generation_prompt",
+        ));
     }
-    match chat.chat_template_kwargs.keys().find(|name| RESERVED.contains(&name.as_str())) {
-        Some(name) => Err(EncodeError::uncertain(format!("`{name}` in chat_template_kwargs"))),
+    match chat
+        .chat_template_kwargs
+        .keys()
+        .find(|name| RESERVED.contains(&name.as_str()))
+    {
+        Some(name) => Err(EncodeError::uncertain(format!(
+            "`{name}` in chat_template_kwargs"
+        ))),
         None => Ok(()),
     }
 }
@@ -246,13 +327,19 @@ pub(super) const NAME: &str = "chat_template";
 impl Template {
     fn compile(written: &str, now: &Clock) -> Result<Self, String> {
         let source = without_generation_tags(written);
-        let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
-        let tree = parse(&source, NAME, Default::default(), whitespace).map_err(|error| error.to_string())?;
+        let whitespace = WhitespaceConfig {
+            keep_trailing_newline: false,
+            lstrip_blocks: true,
+            trim_blocks: true,
+        };
+        let tree = parse(&source, NAME, Default::default(), whitespace)
+            .map_err(|error| error.to_string())?;
         support::check(&tree)?;
         let format = detect::content_format(&tree);
         let format_in_sglang = sglang::content_format(&tree, &source);
         let mut env = environment(now);
-        env.add_template_owned(NAME, source.clone()).map_err(|error| error.to_string())?;
+        env.add_template_owned(NAME, source.clone())
+            .map_err(|error| error.to_string())?;
         let holds = |words: &[&str]| words.iter().any(|word| source.contains(word));
         Ok(Self {
             format,
@@ -263,7 +350,11 @@ impl Template {
             reads_thinking: holds(&[".thinking", "'thinking'", "\"thinking\""]),
             reads_clock: holds(&["strftime_now"]),
             // Plain Jinja2 does not know the tags.
-            inline_systems: if source == written { InlineSystems::of(&env) } else { InlineSystems::Merged },
+            inline_systems: if source == written {
+                InlineSystems::of(&env)
+            } else {
+                InlineSystems::Merged
+            },
             direct: Direct::compile(&tree, now),
             env,
         })
@@ -271,7 +362,9 @@ impl Template {
 
     fn check_switch(&self, chat: &Chat) -> Result<(), EncodeError> {
         if self.switches_thoughts && chat.thinking_off {
-            return Err(EncodeError::uncertain("which effort stands for no thoughts, which engines try out"));
+            return Err(EncodeError::uncertain(
+                "which effort stands for no thoughts, which engines try out",
+            ));
         }
         Ok(())
     }
@@ -296,7 +389,11 @@ impl Template {
     }
 
     fn exactness(&self) -> Exactness {
-        if self.reads_clock { Exactness::Clock } else { Exactness::Exact }
+        if self.reads_clock {
+            Exactness::Clock
+        } else {
+            Exactness::Exact
+        }
     }
 
     fn render(&self, variables: Value) -> Result<(String, Exactness), EncodeError> {
@@ -306,14 +403,19 @@ impl Template {
     /// A rendered text, unless it contains an unknown value.
     fn certain(&self, text: String) -> Result<(String, Exactness), EncodeError> {
         if memmem::find(text.as_bytes(), DOUBT.as_bytes()).is_some() {
-            return Err(EncodeError::uncertain("a value that only the engine prints exactly"));
+            return Err(EncodeError::uncertain(
+                "a value that only the engine prints exactly",
+            ));
         }
         Ok((text, self.exactness()))
     }
 }
 
 fn render_in(env: &Environment<'_>, variables: Value) -> Result<String, EncodeError> {
-    let render = || env.get_template(NAME).and_then(|template| template.render(variables));
+    let render = || {
+        env.get_template(NAME)
+            .and_then(|template| template.render(variables))
+    };
     // minijinja 2.24 panics on some slices (`''[::-1]`), and the text that is sliced comes from the client.
     catch_unwind(AssertUnwindSafe(render))
         .map_err(|_| EncodeError::Render("the template engine panicked".to_owned()))?
@@ -347,9 +449,14 @@ fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let end = rest[start..].find("%}").map_or(rest.len(), |length| start + length + 2);
+        let end = rest[start..]
+            .find("%}")
+            .map_or(rest.len(), |length| start + length + 2);
         let tag = &rest[start..end];
-        let word = tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim();
+        let word = tag
+            .trim_start_matches(['{', '%', '-', '+'])
+            .trim_end_matches(['}', '%', '-', '+'])
+            .trim();
         out.push_str(&rest[..start]);
         match word {
             "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),

@@ -19,14 +19,35 @@ fn chat_of(api: Api, body: &str) -> Chat {
 }
 
 fn compile(named: &[(&str, &str)]) -> Templates {
-    let named = named.iter().map(|(name, source)| ((*name).to_owned(), (*source).to_owned())).collect();
-    let tokens = vec![("bos_token", "<s>".to_owned()), ("eos_token", "</s>".to_owned())];
-    let now = || jiff::civil::date(2026, 3, 5).at(7, 8, 9, 0).to_zoned(jiff::tz::TimeZone::UTC).unwrap();
-    Templates::compile(Sources { path: "test".into(), named }, tokens, now).unwrap()
+    let named = named
+        .iter()
+        .map(|(name, source)| ((*name).to_owned(), (*source).to_owned()))
+        .collect();
+    let tokens = vec![
+        ("bos_token", "<s>".to_owned()),
+        ("eos_token", "</s>".to_owned()),
+    ];
+    let now = || {
+        jiff::civil::date(2026, 3, 5)
+            .at(7, 8, 9, 0)
+            .to_zoned(jiff::tz::TimeZone::UTC)
+            .unwrap()
+    };
+    Templates::compile(
+        Sources {
+            path: "test".into(),
+            named,
+        },
+        tokens,
+        now,
+    )
+    .unwrap()
 }
 
 fn render(template: &str, request: &Json) -> Result<String, EncodeError> {
-    compile(&[("default", template)]).render(&chat(request)).map(|(text, _)| text)
+    compile(&[("default", template)])
+        .render(&chat(request))
+        .map(|(text, _)| text)
 }
 
 fn user() -> Json {
@@ -43,13 +64,18 @@ struct Case {
 
 #[test]
 fn templates_render_as_transformers_renders_them() {
-    let cases: Vec<Case> = serde_json::from_str(include_str!("../../tests/data/tokens/templates.json")).unwrap();
+    let cases: Vec<Case> =
+        serde_json::from_str(include_str!("../../tests/data/tokens/templates.json")).unwrap();
     let wrong: Vec<_> = cases
         .iter()
         .filter_map(|case| {
             let ours = render(&case.template, &case.request);
-            (ours.as_deref() != Ok(&case.expect))
-                .then(|| format!("{}\n  ours:   {ours:?}\n  theirs: {:?}\n", case.name, case.expect))
+            (ours.as_deref() != Ok(&case.expect)).then(|| {
+                format!(
+                    "{}\n  ours:   {ours:?}\n  theirs: {:?}\n",
+                    case.name, case.expect
+                )
+            })
         })
         .collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -91,19 +117,27 @@ fn the_template_for_tools_is_taken_only_when_tools_are_sent() {
     assert_eq!(templates.render(&chat(&user())).unwrap().0, "plain");
     assert_eq!(templates.render(&chat(&with)).unwrap().0, "tools");
     let only_tools = compile(&[("tool_use", "tools")]);
-    assert_eq!(only_tools.render(&chat(&user())), Err(EncodeError::NoTemplate));
+    assert_eq!(
+        only_tools.render(&chat(&user())),
+        Err(EncodeError::NoTemplate)
+    );
 }
 
 #[test]
 fn a_template_that_reads_the_clock_says_so() {
     let templates = compile(&[("default", "{{ strftime_now('%Y') }}")]);
-    assert_eq!(templates.render(&chat(&user())), Ok(("2026".to_owned(), Exactness::Clock)));
+    assert_eq!(
+        templates.render(&chat(&user())),
+        Ok(("2026".to_owned(), Exactness::Clock))
+    );
 }
 
 #[test]
 fn a_template_cannot_run_for_ever() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
-    let Err(EncodeError::Render(text)) = render(endless, &user()) else { panic!() };
+    let Err(EncodeError::Render(text)) = render(endless, &user()) else {
+        panic!()
+    };
     assert!(text.contains("fuel"), "{text}");
 }
 
@@ -111,22 +145,39 @@ fn a_template_cannot_run_for_ever() {
 fn a_panic_of_the_template_engine_is_an_error_and_the_next_request_goes_on() {
     let templates = compile(&[("default", "{{ messages[0].content[::-1] }}")]);
     let empty = json!({"messages": [{"role": "user", "content": ""}]});
-    assert!(matches!(templates.render(&chat(&empty)), Err(EncodeError::Render(_))));
+    assert!(matches!(
+        templates.render(&chat(&empty)),
+        Err(EncodeError::Render(_))
+    ));
     assert_eq!(templates.render(&chat(&user())).unwrap().0, "olleh");
 }
 
 #[test]
 fn a_template_that_refuses_the_conversation_is_an_error_with_its_words() {
-    let Err(EncodeError::Render(text)) = render("{{ raise_exception('no system here') }}", &user()) else { panic!() };
+    let Err(EncodeError::Render(text)) = render("{{ raise_exception('no system here') }}", &user())
+    else {
+        panic!()
+    };
     assert!(text.contains("no system here"), "{text}");
 }
 
 #[test]
 fn printing_what_only_python_can_print_is_an_error() {
     let request = json!({"messages": [{"role": "user", "content": "\u{200b}"}]});
-    assert_eq!(render("{{ messages[0].content }}", &request), Ok("\u{200b}".to_owned()));
-    for template in ["{{ messages }}", "{{ 'x' ~ messages }}", "{{ messages | string }}", "{{ [messages] | join }}"] {
-        assert!(matches!(render(template, &request), Err(EncodeError::Uncertain(_))), "{template}");
+    assert_eq!(
+        render("{{ messages[0].content }}", &request),
+        Ok("\u{200b}".to_owned())
+    );
+    for template in [
+        "{{ messages }}",
+        "{{ 'x' ~ messages }}",
+        "{{ messages | string }}",
+        "{{ [messages] | join }}",
+    ] {
+        assert!(
+            matches!(render(template, &request), Err(EncodeError::Uncertain(_))),
+            "{template}"
+        );
     }
 }
 
@@ -134,9 +185,11 @@ fn printing_what_only_python_can_print_is_an_error() {
 fn variables_of_the_request_override_those_of_its_kwargs() {
     let request = json!({"messages": user()["messages"], "chat_template_kwargs": {"add_generation_prompt": false,
         "reasoning_effort": "high", "documents": [1], "bos_token": "B"}, "reasoning_effort": "none"});
-    let template =
-        "{{ add_generation_prompt }} {{ reasoning_effort }} {{ enable_thinking }} {{ documents }} {{ bos_token }}";
-    assert_eq!(render(template, &request), Ok("True none False [1] B".to_owned()));
+    let template = "{{ add_generation_prompt }} {{ reasoning_effort }} {{ enable_thinking }} {{ documents }} {{ bos_token }}";
+    assert_eq!(
+        render(template, &request),
+        Ok("True none False [1] B".to_owned())
+    );
 }
 
 #[test]
@@ -153,30 +206,45 @@ fn inline_systems_are_merged_where_template_refuses_them() {
         (refusing, Ok(merged)),
         ("{% generation %}{% endgeneration %}", Ok(merged)),
         ("{{ strftime_now('')[:0] }}", Ok(merged)),
-        ("{% if not tools is defined %}{{ messages[0].content.x.y }}{% endif %}", Err(())),
+        (
+            "{% if not tools is defined %}{{ messages[0].content.x.y }}{% endif %}",
+            Err(()),
+        ),
     ] {
         let rendered = compile(&[("default", &format!("{before}{each}"))]).render(&chat);
         let rendered = rendered.map(|(text, _)| text);
         match expected {
             Ok(expected) => assert_eq!(rendered.as_deref(), Ok(expected), "{before}"),
-            Err(()) => assert!(matches!(rendered, Err(EncodeError::Uncertain(_))), "{before} {rendered:?}"),
+            Err(()) => assert!(
+                matches!(rendered, Err(EncodeError::Uncertain(_))),
+                "{before} {rendered:?}"
+            ),
         }
     }
 }
 
 #[test]
 fn generated_call_id_matters_only_where_template_prints_it() {
-    let body =
-        json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]});
+    let body = json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]});
     let chat = chat_of(Api::Messages, &body.to_string());
-    let render = |template: &str| compile(&[("default", template)]).render(&chat).map(|(text, _)| text);
-    assert_eq!(render("{{ messages[0].tool_calls[0].function.name }}"), Ok("f".to_owned()));
+    let render = |template: &str| {
+        compile(&[("default", template)])
+            .render(&chat)
+            .map(|(text, _)| text)
+    };
+    assert_eq!(
+        render("{{ messages[0].tool_calls[0].function.name }}"),
+        Ok("f".to_owned())
+    );
     for template in [
         "{{ messages[0].tool_calls[0].id }}",
         "{{ 'x' ~ messages[0].tool_calls[0].id[-9:] }}",
         "{{ messages[0].tool_calls[0] | tojson }}",
     ] {
-        assert!(matches!(render(template), Err(EncodeError::Uncertain(_))), "{template}");
+        assert!(
+            matches!(render(template), Err(EncodeError::Uncertain(_))),
+            "{template}"
+        );
     }
 }
 
@@ -185,14 +253,28 @@ fn uncommon_numbers_print_as_in_python() {
     let body = r#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs":
         {"tools": [{"v": [-0, -0.0, 1e21, 1e-7, 1e400, 18446744073709551616, 2.5]}]}}"#;
     let chat = chat_of(Api::ChatCompletions, body);
-    let render =
-        |template: &str| compile(&[("default", &format!("{{% set v = tools[0].v %}}{template}"))]).render(&chat);
+    let render = |template: &str| {
+        compile(&[("default", &format!("{{% set v = tools[0].v %}}{template}"))]).render(&chat)
+    };
     let numbers = "0, -0.0, 1e+21, 1e-07, Infinity, 18446744073709551616, 2.5";
-    assert_eq!(render("{{ v | tojson }}").unwrap().0, format!("[{numbers}]"));
+    assert_eq!(
+        render("{{ v | tojson }}").unwrap().0,
+        format!("[{numbers}]")
+    );
     let shown = numbers.replace("Infinity", "inf");
     assert_eq!(render("{{ v }}").unwrap().0, format!("[{shown}]"));
-    assert_eq!(render("{{ v[0] ~ ' ' ~ v[2] ~ ' ' ~ v[3] ~ ' ' ~ v[4] }}").unwrap().0, "0 1e+21 1e-07 inf");
-    assert_eq!(render("{{ v[2] is number }} {{ v[2] is float }} {{ v[0] is float }}").unwrap().0, "True True False");
+    assert_eq!(
+        render("{{ v[0] ~ ' ' ~ v[2] ~ ' ' ~ v[3] ~ ' ' ~ v[4] }}")
+            .unwrap()
+            .0,
+        "0 1e+21 1e-07 inf"
+    );
+    assert_eq!(
+        render("{{ v[2] is number }} {{ v[2] is float }} {{ v[0] is float }}")
+            .unwrap()
+            .0,
+        "True True False"
+    );
 }
 
 #[test]
@@ -200,16 +282,41 @@ fn uncommon_floats_in_template_kwargs_are_uncertain() {
     let template = "{% if v is sequence %}{{ v[0] < 1 }}{% else %}{{ v < 1 }}{% endif %}";
     let render = |engine: Engine, kwargs: &str| {
         let mut chat = chat(&user());
-        chat.chat_template_kwargs.insert("v".to_owned(), JsonValue::read(kwargs).unwrap());
-        compile(&[("default", template)]).of_engine(engine).render(&chat).map(|(text, _)| text)
+        chat.chat_template_kwargs
+            .insert("v".to_owned(), JsonValue::read(kwargs).unwrap());
+        compile(&[("default", template)])
+            .of_engine(engine)
+            .render(&chat)
+            .map(|(text, _)| text)
     };
     for engine in [Engine::Vllm, Engine::Sglang] {
-        for kwargs in ["1e-7", "1e16", "1e400", "-1e400", "NaN", "Infinity", "[1e-7]", r#"[0, {"a": [1e22]}]"#] {
+        for kwargs in [
+            "1e-7",
+            "1e16",
+            "1e400",
+            "-1e400",
+            "NaN",
+            "Infinity",
+            "[1e-7]",
+            r#"[0, {"a": [1e22]}]"#,
+        ] {
             let rendered = render(engine, kwargs);
-            assert!(matches!(rendered, Err(EncodeError::Uncertain(_))), "{engine:?} {kwargs} {rendered:?}");
+            assert!(
+                matches!(rendered, Err(EncodeError::Uncertain(_))),
+                "{engine:?} {kwargs} {rendered:?}"
+            );
         }
-        for (kwargs, expected) in [("0.7", "True"), ("[1.5]", "False"), ("0.0001", "True"), ("-2", "True")] {
-            assert_eq!(render(engine, kwargs).as_deref(), Ok(expected), "{engine:?} {kwargs}");
+        for (kwargs, expected) in [
+            ("0.7", "True"),
+            ("[1.5]", "False"),
+            ("0.0001", "True"),
+            ("-2", "True"),
+        ] {
+            assert_eq!(
+                render(engine, kwargs).as_deref(),
+                Ok(expected),
+                "{engine:?} {kwargs}"
+            );
         }
     }
 }
@@ -228,10 +335,20 @@ fn tools_of_kwargs_replace_tools_of_request() {
 
 #[test]
 fn thoughts_under_a_name_that_depends_on_the_version_are_uncertain() {
-    let request = json!({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]});
-    assert_eq!(render("{{ messages[0].reasoning }}", &request), Ok("y".to_owned()));
-    assert!(matches!(render("{{ messages[0].thinking }}", &request), Err(EncodeError::Uncertain(_))));
-    assert_eq!(render("{{ messages[0].thinking }}", &user()), Ok(String::new()));
+    let request =
+        json!({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]});
+    assert_eq!(
+        render("{{ messages[0].reasoning }}", &request),
+        Ok("y".to_owned())
+    );
+    assert!(matches!(
+        render("{{ messages[0].thinking }}", &request),
+        Err(EncodeError::Uncertain(_))
+    ));
+    assert_eq!(
+        render("{{ messages[0].thinking }}", &user()),
+        Ok(String::new())
+    );
 }
 
 #[test]
@@ -240,13 +357,18 @@ fn a_cut_encoding_is_what_the_tokenizer_would_keep() {
         let tokens = (0..length).map(|at| Token::new(at as u32 + 7, at.to_string(), (at, at + 1)));
         let whole = Encoding::from_tokens(tokens.collect(), 0);
         for keep in 0..8 {
-            for (side, direction) in
-                [(Side::Left, TruncationDirection::Left), (Side::Right, TruncationDirection::Right)]
-            {
+            for (side, direction) in [
+                (Side::Left, TruncationDirection::Left),
+                (Side::Right, TruncationDirection::Right),
+            ] {
                 let mut expected = whole.clone();
                 expected.truncate(keep, 0, direction);
                 expected.take_overflowing();
-                assert_eq!(cut(whole.clone(), keep, side), expected, "{keep} of {length} from {side:?}");
+                assert_eq!(
+                    cut(whole.clone(), keep, side),
+                    expected,
+                    "{keep} of {length} from {side:?}"
+                );
             }
         }
     }

@@ -43,12 +43,24 @@ fn followed(chat: &Chat) -> Chat {
         content: Some(Content::Text(UNKNOWN.to_owned())),
         ..Message::default()
     };
-    let mut whole = Chat { add_generation_prompt: false, continue_final_message: false, ..chat.clone() };
-    let Some(last) = chat.messages.last() else { return whole };
+    let mut whole = Chat {
+        add_generation_prompt: false,
+        continue_final_message: false,
+        ..chat.clone()
+    };
+    let Some(last) = chat.messages.last() else {
+        return whole;
+    };
     let calls = last.tool_calls.as_deref().unwrap_or_default();
     let answers = calls.iter().map(|call| {
-        let tool_call_id = call.get("id").and_then(JsonValue::as_str).map(str::to_owned);
-        Message { tool_call_id, ..says("tool") }
+        let tool_call_id = call
+            .get("id")
+            .and_then(JsonValue::as_str)
+            .map(str::to_owned);
+        Message {
+            tool_call_id,
+            ..says("tool")
+        }
     });
     whole.messages.extend(answers);
     let turns: &[&str] = match last.role.as_str() {
@@ -58,7 +70,11 @@ fn followed(chat: &Chat) -> Chat {
     };
     whole.messages.extend(turns.iter().map(|role| says(role)));
     // Who calls systems developers may do so again later.
-    if chat.messages.iter().any(|message| message.role == "developer") {
+    if chat
+        .messages
+        .iter()
+        .any(|message| message.role == "developer")
+    {
         whole.messages.push(says("developer"));
     }
     if chat.inline_systems {
@@ -70,18 +86,27 @@ fn followed(chat: &Chat) -> Chat {
 /// The same with a last message that says all that may come behind the cut.
 fn changed(chat: &Chat, format: ContentFormat) -> Chat {
     let mut chat = chat.clone();
-    let Some(last) = chat.messages.last_mut() else { return chat };
+    let Some(last) = chat.messages.last_mut() else {
+        return chat;
+    };
     match (&mut last.content, format) {
         (Some(Content::Parts(parts)), ContentFormat::Parts) => parts.push(image()),
-        (content @ Some(Content::Parts(_)), ContentFormat::Text) => *content = Some(Content::Text(UNKNOWN.to_owned())),
+        (content @ Some(Content::Parts(_)), ContentFormat::Text) => {
+            *content = Some(Content::Text(UNKNOWN.to_owned()))
+        }
         (Some(Content::Text(_)) | None, _) => {}
     }
     last.name.get_or_insert_with(|| UNKNOWN.into());
     match last.role.as_str() {
         "assistant" => {
             last.reasoning.get_or_insert_with(|| UNKNOWN.to_owned());
-            let function = JsonValue::object([("name", UNKNOWN.into()), ("arguments", "{}".into())]);
-            let call = JsonValue::object([("id", CALL.into()), ("type", "function".into()), ("function", function)]);
+            let function =
+                JsonValue::object([("name", UNKNOWN.into()), ("arguments", "{}".into())]);
+            let call = JsonValue::object([
+                ("id", CALL.into()),
+                ("type", "function".into()),
+                ("function", function),
+            ]);
             last.tool_calls.get_or_insert_with(|| vec![call]);
         }
         "tool" => {
@@ -96,25 +121,37 @@ fn changed(chat: &Chat, format: ContentFormat) -> Chat {
 /// thoughts, calls that a text stands before, arguments that are closed in a way of the template's own.
 fn rewritten(chat: &Chat) -> Chat {
     let mut chat = chat.clone();
-    let Some(last) = chat.messages.last_mut() else { return chat };
+    let Some(last) = chat.messages.last_mut() else {
+        return chat;
+    };
     let answer = format!("{END_OF_THOUGHTS}{UNKNOWN}");
     match &mut last.content {
         Some(Content::Text(text)) if chat.continue_final_message => text.push_str(&answer),
-        Some(Content::Parts(parts)) if chat.continue_final_message => parts.push(Part::Bare(answer)),
+        Some(Content::Parts(parts)) if chat.continue_final_message => {
+            parts.push(Part::Bare(answer))
+        }
         Some(_) => {}
         nothing => *nothing = Some(Content::Text(UNKNOWN.to_owned())),
     }
     let call = last.tool_calls.as_mut().and_then(|calls| calls.last_mut());
     let function = call.and_then(|call| call.get_mut("function"));
     if let Some(arguments) = function.and_then(|function| function.get_mut("arguments")) {
-        *arguments = if arguments.is_string() { "{}".into() } else { JsonValue::object([]) };
+        *arguments = if arguments.is_string() {
+            "{}".into()
+        } else {
+            JsonValue::object([])
+        };
     }
     chat
 }
 
 fn image() -> Part {
     let source = Some(Source::Url("data:,".to_owned()));
-    Part::of_media(Media { modality: Modality::Image, source, uuid: None })
+    Part::of_media(Media {
+        modality: Modality::Image,
+        source,
+        uuid: None,
+    })
 }
 
 /// The same with a last message of which nothing is known.
@@ -130,5 +167,8 @@ fn unknown(chat: &Chat) -> Chat {
 pub(super) fn same(one: &str, other: &str) -> usize {
     let differ = |(one, other): ((usize, char), char)| (one.1 != other).then_some(one.0);
     let shorter = one.len().min(other.len());
-    one.char_indices().zip(other.chars()).find_map(differ).unwrap_or(shorter)
+    one.char_indices()
+        .zip(other.chars())
+        .find_map(differ)
+        .unwrap_or(shorter)
 }

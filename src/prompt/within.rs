@@ -2,7 +2,10 @@
 
 use super::pieces::{self, StopReason, TokenBudget};
 use super::resume::{Bare, Frame};
-use super::{EncodeError, Encoder, Rendered, Side, Source, Tokens, failed, kept_range, kept_tokens, room, truncated};
+use super::{
+    EncodeError, Encoder, Rendered, Side, Source, Tokens, failed, kept_range, kept_tokens, room,
+    truncated,
+};
 
 /// The tokens of one prompt, as far as a budget goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +20,10 @@ impl BoundedTokens {
     /// As many of a list as the budget has.
     fn of(tokens: &[u32], budget: &TokenBudget<'_>) -> Self {
         let stopped = (tokens.len() > budget.tokens).then_some(StopReason::TooLong);
-        Self { tokens: tokens[..tokens.len().min(budget.tokens)].to_vec().into(), stopped }
+        Self {
+            tokens: tokens[..tokens.len().min(budget.tokens)].to_vec().into(),
+            stopped,
+        }
     }
 }
 
@@ -45,14 +51,23 @@ impl Encoder {
         let named_side = tokenization.truncation_side.filter(|_| keep.is_some());
         let side = named_side.unwrap_or(tokenization.tokenizer_side);
         match &rendered.prompts {
-            Source::Tokens(lists) => {
-                Ok(lists.iter().map(|tokens| BoundedTokens::of(truncated(tokens, keep, side), budget)).collect())
-            }
+            Source::Tokens(lists) => Ok(lists
+                .iter()
+                .map(|tokens| BoundedTokens::of(truncated(tokens, keep, side), budget))
+                .collect()),
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
                 self.refuse_doubt(special)?;
-                let kept = PromptTruncation { special, keep, side, after_framing: named_side.is_some() };
-                texts.iter().map(|text| self.begin(text, kept, apart, budget)).collect()
+                let kept = PromptTruncation {
+                    special,
+                    keep,
+                    side,
+                    after_framing: named_side.is_some(),
+                };
+                texts
+                    .iter()
+                    .map(|text| self.begin(text, kept, apart, budget))
+                    .collect()
             }
         }
     }
@@ -79,7 +94,14 @@ impl Encoder {
             // What is kept is known only at the end.
             Some(_) => usize::MAX,
         };
-        let mut bare = self.bare(text, apart, &TokenBudget { tokens: most, ..*budget })?;
+        let mut bare = self.bare(
+            text,
+            apart,
+            &TokenBudget {
+                tokens: most,
+                ..*budget
+            },
+        )?;
         if kept.side == Side::Right
             && bare.stopped == Some(StopReason::TooLong)
             && room.is_some_and(|room| bare.ids.len() >= room)
@@ -89,21 +111,31 @@ impl Encoder {
         }
         let stopped = bare.stopped;
         if stopped.is_some() && room.is_some() && kept.side == Side::Left {
-            return Ok(BoundedTokens { tokens: Vec::new().into(), stopped });
+            return Ok(BoundedTokens {
+                tokens: Vec::new().into(),
+                stopped,
+            });
         }
         if let Some(room) = room.filter(|_| !kept.after_framing && stopped.is_none()) {
             bare.keep(|length| Ok::<_, EncodeError>(kept_range(length, room, kept.side)))?;
         }
         let tokens = self.framed(bare, frame);
         let tokens = match kept.keep {
-            Some(_) if kept.after_framing => truncated(&tokens, kept.keep, kept.side).to_vec().into(),
+            Some(_) if kept.after_framing => {
+                truncated(&tokens, kept.keep, kept.side).to_vec().into()
+            }
             _ => tokens,
         };
         Ok(BoundedTokens { tokens, stopped })
     }
 
     /// The tokens of a text without what the post-processor adds, resumed where that can be.
-    fn bare(&self, text: &str, apart: Option<&str>, budget: &TokenBudget<'_>) -> Result<Bare, EncodeError> {
+    fn bare(
+        &self,
+        text: &str,
+        apart: Option<&str>,
+        budget: &TokenBudget<'_>,
+    ) -> Result<Bare, EncodeError> {
         if let Some(resumer) = &self.resumer {
             match resumer.tokens(&self.tokenizer, text, apart, budget) {
                 Ok(Some(bare)) => return Ok(bare),
@@ -111,7 +143,9 @@ impl Encoder {
                 Err(_) => resumer.count_failed(),
             }
         }
-        pieces::tokens(&self.tokenizer, text, budget).map(Bare::from).map_err(failed)
+        pieces::tokens(&self.tokenizer, text, budget)
+            .map(Bare::from)
+            .map_err(failed)
     }
 
     fn framed(&self, bare: Bare, frame: Option<&Frame>) -> Tokens {
@@ -131,9 +165,17 @@ impl Encoder {
         budget: &TokenBudget<'_>,
     ) -> Result<BoundedTokens, EncodeError> {
         if text.len() > budget.longest {
-            return Ok(BoundedTokens { tokens: Vec::new().into(), stopped: Some(StopReason::TooLong) });
+            return Ok(BoundedTokens {
+                tokens: Vec::new().into(),
+                stopped: Some(StopReason::TooLong),
+            });
         }
-        let PromptTruncation { keep, side, after_framing, .. } = kept;
+        let PromptTruncation {
+            keep,
+            side,
+            after_framing,
+            ..
+        } = kept;
         let tokens = self.tokens_in_unknown_frame(text, keep.filter(|_| !after_framing), side)?;
         Ok(BoundedTokens::of(truncated(&tokens, keep, side), budget))
     }

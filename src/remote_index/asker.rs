@@ -107,8 +107,11 @@ impl Missed {
 impl Asker {
     /// Connects with the first questions.
     pub fn new(settings: &RemoteIndexConfig, metrics: Arc<Metrics>) -> anyhow::Result<Self> {
-        let servers: Vec<Server> =
-            settings.servers.iter().map(|url| Server::new(url, settings)).collect::<anyhow::Result<_>>()?;
+        let servers: Vec<Server> = settings
+            .servers
+            .iter()
+            .map(|url| Server::new(url, settings))
+            .collect::<anyhow::Result<_>>()?;
         Ok(Self {
             choice: Mutex::new(Servers::new(servers.len())),
             servers,
@@ -122,7 +125,11 @@ impl Asker {
 
     /// What of prompts is cached where.
     pub async fn ask(&self, question: Question<'_>) -> Remote {
-        let Some(block_size) = question.prompts.first().map(|prompt| prompt.block_size().0.get()) else {
+        let Some(block_size) = question
+            .prompts
+            .first()
+            .map(|prompt| prompt.block_size().0.get())
+        else {
             return Remote::NotAsked;
         };
         let started = Instant::now();
@@ -136,8 +143,13 @@ impl Asker {
             Ok((_, true)) => "hedged_won",
             Err(missed) => missed.as_str(),
         };
-        self.metrics.remote_index_questions.get_or_create(&OutcomeLabel { outcome }).inc();
-        self.metrics.remote_index_seconds.observe(started.elapsed().as_secs_f64());
+        self.metrics
+            .remote_index_questions
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
+        self.metrics
+            .remote_index_seconds
+            .observe(started.elapsed().as_secs_f64());
         match answer {
             Ok((answer, _)) => Remote::Told(Arc::new(answer)),
             Err(_) => Remote::Away(self.known_last()),
@@ -146,7 +158,10 @@ impl Asker {
 
     /// What any server said of the worker ranks; of their sizes, all that is used of it, they say the same.
     fn known_last(&self) -> Arc<RemoteRanks> {
-        let known = self.servers.iter().find_map(|server| server.known.load_full());
+        let known = self
+            .servers
+            .iter()
+            .find_map(|server| server.known.load_full());
         known.map(|known| known.ranks.clone()).unwrap_or_default()
     }
 
@@ -190,11 +205,19 @@ impl Asker {
     }
 
     /// Puts a question to a server.
-    async fn put(&self, pick: Pick, question: Question<'_>, block_size: u32) -> (Pick, Result<RemoteAnswer, Missed>) {
+    async fn put(
+        &self,
+        pick: Pick,
+        question: Question<'_>,
+        block_size: u32,
+    ) -> (Pick, Result<RemoteAnswer, Missed>) {
         let server = &self.servers[pick.server];
         let known = server.known.load_full();
         let asked = pb::OverlapsRequest {
-            model: question.model.map(|model| model.as_str().to_owned()).unwrap_or_default(),
+            model: question
+                .model
+                .map(|model| model.as_str().to_owned())
+                .unwrap_or_default(),
             block_size,
             hashing: question.hashing,
             known_ranks: known.as_ref().map_or(0, |known| known.version),
@@ -213,7 +236,12 @@ impl Asker {
     /// Connects, and tries again and again those who are left out, for ever. A connection is made only while somebody waits
     /// for it, and requests do not wait for long.
     pub async fn keep(&self) -> Infallible {
-        let all = (0..self.servers.len()).map(|server| self.try_out(Pick { server, trial: false }));
+        let all = (0..self.servers.len()).map(|server| {
+            self.try_out(Pick {
+                server,
+                trial: false,
+            })
+        });
         futures_util::future::join_all(all).await;
         let mut trials = FuturesUnordered::new();
         let mut looks = tokio::time::interval(LOOK);
@@ -266,7 +294,10 @@ impl Asker {
             Some(News::Back(server)) => {
                 let server = url(server);
                 match self.away.swap(false, Ordering::Relaxed) {
-                    true => info!(server, "a server of the index answers again, where none did before"),
+                    true => info!(
+                        server,
+                        "a server of the index answers again, where none did before"
+                    ),
                     false => info!(server, "a server of the index answers again"),
                 }
             }
@@ -281,7 +312,13 @@ impl Asker {
             let ranks = known.as_ref().map_or(0, |known| known.ranks.rows().len());
             json!({"server": server.url, "asked": choice.is_well(at), "ranks": ranks})
         };
-        json!(self.servers.iter().enumerate().map(shown).collect::<Vec<_>>())
+        json!(
+            self.servers
+                .iter()
+                .enumerate()
+                .map(shown)
+                .collect::<Vec<_>>()
+        )
     }
 }
 
@@ -289,7 +326,10 @@ impl Asker {
 fn is_refusal(code: Code) -> bool {
     use Code::{FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted, Unimplemented};
     // The codes of tonic itself for a message that is too long are among them.
-    matches!(code, FailedPrecondition | InvalidArgument | OutOfRange | ResourceExhausted | Unimplemented)
+    matches!(
+        code,
+        FailedPrecondition | InvalidArgument | OutOfRange | ResourceExhausted | Unimplemented
+    )
 }
 
 impl Server {
@@ -301,8 +341,14 @@ impl Server {
         if url.starts_with("https://") {
             endpoint = endpoint.tls_config(settings.files().read()?)?;
         }
-        let client = IndexClient::new(endpoint.connect_lazy()).max_decoding_message_size(LONGEST_ANSWER);
-        Ok(Self { url: url.to_owned(), client, known: ArcSwapOption::empty(), refuses: AtomicBool::new(false) })
+        let client =
+            IndexClient::new(endpoint.connect_lazy()).max_decoding_message_size(LONGEST_ANSWER);
+        Ok(Self {
+            url: url.to_owned(),
+            client,
+            known: ArcSwapOption::empty(),
+            refuses: AtomicBool::new(false),
+        })
     }
 
     /// Reads an answer to a question in which we knew that.
@@ -314,17 +360,25 @@ impl Server {
     ) -> Result<RemoteAnswer, wire::Nonsense> {
         let version = answer.ranks_version;
         let prompts = wire::found(&answer.prompts, asked)?;
-        let newest = self.known.load_full().filter(|newest| newest.version == version);
+        let newest = self
+            .known
+            .load_full()
+            .filter(|newest| newest.version == version);
         let ranks = match (&answer.ranks, newest) {
             // Another answer has brought them meanwhile.
             (_, Some(newest)) => newest.ranks.clone(),
             (Some(said), None) => {
                 let ranks = Arc::new(wire::ranks(said)?);
-                self.known.store(Some(Arc::new(Known { version, ranks: ranks.clone() })));
+                self.known.store(Some(Arc::new(Known {
+                    version,
+                    ranks: ranks.clone(),
+                })));
                 ranks
             }
             (None, None) => {
-                let same = known.filter(|known| known.version == version).ok_or(wire::Nonsense::Version(version))?;
+                let same = known
+                    .filter(|known| known.version == version)
+                    .ok_or(wire::Nonsense::Version(version))?;
                 same.ranks.clone()
             }
         };
@@ -337,11 +391,20 @@ impl Server {
         // Once, and not with every request, until it answers something.
         if refused && !self.refuses.swap(true, Ordering::Relaxed) {
             let (code, because) = (status.code(), status.message());
-            warn!(server = self.url, ?code, because, "a server of the index refuses to answer");
+            warn!(
+                server = self.url,
+                ?code,
+                because,
+                "a server of the index refuses to answer"
+            );
         } else {
             debug!(server = self.url, %status, "a server of the index does not answer");
         }
-        if refused { Missed::Refused } else { Missed::Failed }
+        if refused {
+            Missed::Refused
+        } else {
+            Missed::Failed
+        }
     }
 }
 
@@ -354,7 +417,11 @@ struct Race<'a> {
 
 impl<'a> Race<'a> {
     fn new(asker: &'a Asker) -> Self {
-        Self { asker, asked: Vec::new(), open: Vec::new() }
+        Self {
+            asker,
+            asked: Vec::new(),
+            open: Vec::new(),
+        }
     }
 
     fn begin(&mut self, first: impl FnOnce(&mut Servers) -> Option<Pick>) -> Option<Pick> {
@@ -372,7 +439,14 @@ impl<'a> Race<'a> {
     /// Somebody did not answer; whom to ask in its place.
     fn instead(&mut self, pick: Pick, missed: Missed) -> Option<Pick> {
         // Who refuses is well.
-        self.end(pick, if missed == Missed::Refused { Ended::Answered } else { Ended::Failed });
+        self.end(
+            pick,
+            if missed == Missed::Refused {
+                Ended::Answered
+            } else {
+                Ended::Failed
+            },
+        );
         let asked = self.asked.clone();
         self.begin(|servers| servers.instead(&asked))
     }
@@ -381,13 +455,18 @@ impl<'a> Race<'a> {
     fn won(&mut self, winner: Pick) -> bool {
         self.end(winner, Ended::Answered);
         let before = self.asked.iter().take_while(|pick| **pick != winner);
-        let slow: Vec<Pick> = before.filter(|pick| self.open.contains(pick)).copied().collect();
+        let slow: Vec<Pick> = before
+            .filter(|pick| self.open.contains(pick))
+            .copied()
+            .collect();
         slow.iter().for_each(|pick| self.end(*pick, Ended::Late));
         !slow.is_empty()
     }
 
     fn late(&mut self) {
-        std::mem::take(&mut self.open).into_iter().for_each(|pick| self.note(pick, Ended::Late));
+        std::mem::take(&mut self.open)
+            .into_iter()
+            .for_each(|pick| self.note(pick, Ended::Late));
     }
 
     fn end(&mut self, pick: Pick, ended: Ended) {
@@ -396,13 +475,19 @@ impl<'a> Race<'a> {
     }
 
     fn note(&self, pick: Pick, ended: Ended) {
-        let news = self.asker.choice.lock().ended(pick, ended, Instant::now().into_std());
+        let news = self
+            .asker
+            .choice
+            .lock()
+            .ended(pick, ended, Instant::now().into_std());
         self.asker.tell(news);
     }
 }
 
 impl Drop for Race<'_> {
     fn drop(&mut self) {
-        std::mem::take(&mut self.open).into_iter().for_each(|pick| self.note(pick, Ended::Left));
+        std::mem::take(&mut self.open)
+            .into_iter()
+            .for_each(|pick| self.note(pick, Ended::Left));
     }
 }

@@ -77,7 +77,11 @@ pub(super) enum News {
 impl Servers {
     /// All are well.
     pub(super) fn new(count: usize) -> Self {
-        Self { servers: vec![Server::default(); count], next: 0, hedges: MOST_HEDGES }
+        Self {
+            servers: vec![Server::default(); count],
+            next: 0,
+            hedges: MOST_HEDGES,
+        }
     }
 
     /// Whom a new question goes to; nobody where all are left out.
@@ -90,8 +94,14 @@ impl Servers {
     pub(super) fn due(&mut self, now: Instant) -> Option<Pick> {
         let due = |server: &Server| server.out.is_some_and(|out| !out.tried && out.until <= now);
         let server = self.servers.iter().position(due)?;
-        self.servers[server].out.iter_mut().for_each(|out| out.tried = true);
-        Some(Pick { server, trial: true })
+        self.servers[server]
+            .out
+            .iter_mut()
+            .for_each(|out| out.tried = true);
+        Some(Pick {
+            server,
+            trial: true,
+        })
     }
 
     /// Whom a question goes to as well, because those who were asked are slow.
@@ -142,19 +152,36 @@ impl Servers {
             // One of many that were under way when it failed: it has been counted.
             return None;
         }
-        *server = Server { out: Some(Out { until: now + PAUSE, tried: false }), ..Server::default() };
+        *server = Server {
+            out: Some(Out {
+                until: now + PAUSE,
+                tried: false,
+            }),
+            ..Server::default()
+        };
         let all = self.servers.iter().all(|server| server.out.is_some());
-        let news = if all { News::AllOut(pick.server) } else { News::Out(pick.server) };
+        let news = if all {
+            News::AllOut(pick.server)
+        } else {
+            News::Out(pick.server)
+        };
         was_well.then_some(news)
     }
 
     /// The next one in turn that is well and was not asked yet.
     fn well(&mut self, asked: &[Pick]) -> Option<Pick> {
         let count = self.servers.len();
-        let is_free = |at: &usize| self.servers[*at].out.is_none() && asked.iter().all(|pick| pick.server != *at);
-        let server = (0..count).map(|step| (self.next + step) % count).find(is_free)?;
+        let is_free = |at: &usize| {
+            self.servers[*at].out.is_none() && asked.iter().all(|pick| pick.server != *at)
+        };
+        let server = (0..count)
+            .map(|step| (self.next + step) % count)
+            .find(is_free)?;
         self.next = (server + 1) % count;
-        Some(Pick { server, trial: false })
+        Some(Pick {
+            server,
+            trial: false,
+        })
     }
 }
 
@@ -163,18 +190,29 @@ mod tests {
     use super::*;
 
     fn pick(server: usize) -> Pick {
-        Pick { server, trial: false }
+        Pick {
+            server,
+            trial: false,
+        }
     }
 
     fn firsts(servers: &mut Servers, times: usize) -> Vec<Option<usize>> {
-        (0..times).map(|_| servers.first().map(|pick| pick.server)).collect()
+        (0..times)
+            .map(|_| servers.first().map(|pick| pick.server))
+            .collect()
     }
 
     #[test]
     fn those_who_are_well_take_turns() {
         let (mut servers, now) = (Servers::new(3), Instant::now());
-        assert_eq!(firsts(&mut servers, 4), [Some(0), Some(1), Some(2), Some(0)]);
-        assert_eq!(servers.ended(pick(1), Ended::Failed, now), Some(News::Out(1)));
+        assert_eq!(
+            firsts(&mut servers, 4),
+            [Some(0), Some(1), Some(2), Some(0)]
+        );
+        assert_eq!(
+            servers.ended(pick(1), Ended::Failed, now),
+            Some(News::Out(1))
+        );
         assert_eq!(firsts(&mut servers, 3), [Some(2), Some(0), Some(2)]);
         assert_eq!(Servers::new(0).first(), None);
     }
@@ -189,7 +227,17 @@ mod tests {
             assert_eq!(servers.due(now + PAUSE - Duration::from_millis(1)), None);
             now += PAUSE;
             let trial = servers.due(now).unwrap();
-            assert_eq!((trial, servers.due(now)), (Pick { server: 0, trial: true }, None), "one at a time");
+            assert_eq!(
+                (trial, servers.due(now)),
+                (
+                    Pick {
+                        server: 0,
+                        trial: true
+                    },
+                    None
+                ),
+                "one at a time"
+            );
             assert_eq!(firsts(&mut servers, 2), [Some(1); 2], "no request tries it");
             assert_eq!(servers.ended(trial, ended, now), None, "it is no news");
         }
@@ -198,7 +246,10 @@ mod tests {
         servers.ended(left, Ended::Left, now);
         let again = servers.due(now).unwrap();
         assert_eq!(left, again, "given back");
-        assert_eq!(servers.ended(again, Ended::Answered, now), Some(News::Back(0)));
+        assert_eq!(
+            servers.ended(again, Ended::Answered, now),
+            Some(News::Back(0))
+        );
         assert!(servers.is_well(0));
     }
 
@@ -221,14 +272,19 @@ mod tests {
         assert_eq!(news, [None, None, Some(News::AllOut(1))]);
         assert_eq!(servers.first(), None);
         // Both are tried.
-        let trials: Vec<_> = (0..3).map(|_| servers.due(now + PAUSE).map(|pick| pick.server)).collect();
+        let trials: Vec<_> = (0..3)
+            .map(|_| servers.due(now + PAUSE).map(|pick| pick.server))
+            .collect();
         assert_eq!(trials, [Some(0), Some(1), None]);
 
         let (mut servers, now) = (Servers::new(1), Instant::now());
         for _ in 0..100 {
             servers.ended(pick(0), Ended::Late, now);
         }
-        assert!(servers.is_well(0), "a hundred questions were under way while it stood still once");
+        assert!(
+            servers.is_well(0),
+            "a hundred questions were under way while it stood still once"
+        );
     }
 
     #[test]
@@ -237,7 +293,11 @@ mod tests {
         let mut hedged = 0;
         for _ in 0..10_000 {
             let first = servers.first().unwrap();
-            hedged += usize::from(servers.beside(&[first]).is_some_and(|second| second.server != first.server));
+            hedged += usize::from(
+                servers
+                    .beside(&[first])
+                    .is_some_and(|second| second.server != first.server),
+            );
         }
         assert!((1000..=1016).contains(&hedged), "{hedged}");
     }
@@ -246,11 +306,18 @@ mod tests {
     fn nobody_is_asked_the_same_twice() {
         let (mut servers, now) = (Servers::new(1), Instant::now());
         let only = servers.first().unwrap();
-        assert_eq!((servers.beside(&[only]), servers.instead(&[only])), (None, None));
+        assert_eq!(
+            (servers.beside(&[only]), servers.instead(&[only])),
+            (None, None)
+        );
         let mut servers = Servers::new(2);
         servers.ended(pick(0), Ended::Failed, now);
         let only = servers.first().unwrap();
-        assert_eq!((only.server, servers.beside(&[only])), (1, None), "the other one is out");
+        assert_eq!(
+            (only.server, servers.beside(&[only])),
+            (1, None),
+            "the other one is out"
+        );
     }
 
     #[test]

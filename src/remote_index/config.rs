@@ -63,7 +63,10 @@ impl RemoteIndexConfig {
 
     /// Makes names of files absolute.
     pub fn resolve(&mut self, folder: &Path) {
-        for file in [&mut self.ca_file, &mut self.cert_file, &mut self.key_file].into_iter().flatten() {
+        for file in [&mut self.ca_file, &mut self.cert_file, &mut self.key_file]
+            .into_iter()
+            .flatten()
+        {
             *file = folder.join(&*file);
         }
     }
@@ -72,7 +75,10 @@ impl RemoteIndexConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = self.problems_of_servers();
         if self.deadline.get().is_zero() {
-            problems.push(Problem::of("deadline", "no answer could come within 0s; the default is 10ms"));
+            problems.push(Problem::of(
+                "deadline",
+                "no answer could come within 0s; the default is 10ms",
+            ));
         }
         let in_vain = |hedge: &Period| *hedge >= self.deadline && !self.deadline.get().is_zero();
         if let Some(hedge) = self.hedge.filter(in_vain) {
@@ -87,25 +93,38 @@ impl RemoteIndexConfig {
             let text = "no question would ever be asked; the default is 256";
             problems.push(Problem::of("in_flight", text));
         }
-        problems.extend(self.files().problems(self.servers.iter().any(|server| server.starts_with("https://"))));
+        problems.extend(
+            self.files().problems(
+                self.servers
+                    .iter()
+                    .any(|server| server.starts_with("https://")),
+            ),
+        );
         problems
     }
 
     fn problems_of_servers(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.servers.is_empty() {
-            problems
-                .push(Problem::of("servers", "there is nobody to ask; name at least one, such as http://index-0:9903"));
+            problems.push(Problem::of(
+                "servers",
+                "there is nobody to ask; name at least one, such as http://index-0:9903",
+            ));
         }
         let mut seen = HashSet::new();
         for (at, server) in self.servers.iter().enumerate() {
-            let is_written_so = ["http://", "https://"].iter().any(|scheme| server.starts_with(scheme));
+            let is_written_so = ["http://", "https://"]
+                .iter()
+                .any(|scheme| server.starts_with(scheme));
             let url = reqwest::Url::parse(server).ok();
             if !is_written_so || !url.is_some_and(|url| url.has_host() && url.path() == "/") {
-                let text = format!("`{server}` is no address of a service; write for example http://index-0:9903");
+                let text = format!(
+                    "`{server}` is no address of a service; write for example http://index-0:9903"
+                );
                 problems.push(Problem::at([Step::from("servers"), at.into()], text));
             } else if !seen.insert(server) {
-                let text = format!("`{server}` is there already, and would be asked twice; leave one out");
+                let text =
+                    format!("`{server}` is there already, and would be asked twice; leave one out");
                 problems.push(Problem::at([Step::from("servers"), at.into()], text));
             }
         }
@@ -114,6 +133,10 @@ impl RemoteIndexConfig {
 
     /// The files for TLS.
     pub(super) fn files(&self) -> ClientFiles<'_> {
-        ClientFiles { ca: self.ca_file.as_ref(), cert: self.cert_file.as_ref(), key: self.key_file.as_ref() }
+        ClientFiles {
+            ca: self.ca_file.as_ref(),
+            cert: self.cert_file.as_ref(),
+            key: self.key_file.as_ref(),
+        }
     }
 }

@@ -69,7 +69,9 @@ enum Refusal {
     NotReady,
     #[error("the model `{0}` is not served here")]
     UnknownModel(String),
-    #[error("its blocks have {here} tokens here, and {asked} where it is asked from; `block_size` has to be the same")]
+    #[error(
+        "its blocks have {here} tokens here, and {asked} where it is asked from; `block_size` has to be the same"
+    )]
     BlockSize { here: usize, asked: u32 },
     #[error(
         "its prompts are hashed in another way here (eagle, image_token, video_token or another version), so an answer would \
@@ -93,17 +95,28 @@ impl Refusal {
 impl ServedIndex {
     /// A service of these parts.
     pub fn new(parts: Parts) -> Self {
-        Self(Arc::new(Shared { parts, said: Mutex::default() }))
+        Self(Arc::new(Shared {
+            parts,
+            said: Mutex::default(),
+        }))
     }
 
     /// The same as a gRPC server.
     pub fn server(&self) -> IndexServer<ServedIndex> {
         let longest = wire::longest(self.0.parts.most_blocks);
-        IndexServer::new(self.clone()).max_decoding_message_size(longest).max_encoding_message_size(usize::MAX)
+        IndexServer::new(self.clone())
+            .max_decoding_message_size(longest)
+            .max_encoding_message_size(usize::MAX)
     }
 
     fn answer(&self, asked: pb::OverlapsRequest) -> Result<pb::OverlapsResponse, Refusal> {
-        let Parts { router, find, readiness, most_blocks, .. } = &self.0.parts;
+        let Parts {
+            router,
+            find,
+            readiness,
+            most_blocks,
+            ..
+        } = &self.0.parts;
         if !readiness.is_ready() {
             return Err(Refusal::NotReady);
         }
@@ -111,7 +124,10 @@ impl ServedIndex {
         let name = Some(asked.model.as_str()).filter(|name| !name.is_empty());
         let model = find(name).ok_or_else(|| Refusal::UnknownModel(asked.model.clone()))?;
         if model.block_size != size {
-            return Err(Refusal::BlockSize { here: model.block_size.tokens(), asked: asked.block_size });
+            return Err(Refusal::BlockSize {
+                here: model.block_size.tokens(),
+                asked: asked.block_size,
+            });
         }
         if model.hashing != asked.hashing {
             return Err(Refusal::Hashing);
@@ -122,7 +138,11 @@ impl ServedIndex {
         Ok(pb::OverlapsResponse {
             ranks_version: said.version,
             ranks: (asked.known_ranks != said.version).then(|| said.ranks.clone()),
-            prompts: answer.prompts.iter().map(|found| wire::held(found)).collect(),
+            prompts: answer
+                .prompts
+                .iter()
+                .map(|found| wire::held(found))
+                .collect(),
         })
     }
 
@@ -136,7 +156,11 @@ impl ServedIndex {
         let ranks = wire::said(of);
         // The hash of what it says: it holds beyond this process, and 0 says that none is known.
         let version = xxh3_64(&ranks.encode_to_vec()).max(1);
-        let said = Arc::new(Said { of: of.clone(), version, ranks });
+        let said = Arc::new(Said {
+            of: of.clone(),
+            version,
+            ranks,
+        });
         *last = Some(said.clone());
         said
     }
@@ -144,10 +168,24 @@ impl ServedIndex {
 
 #[tonic::async_trait]
 impl Index for ServedIndex {
-    async fn overlaps(&self, asked: Request<pb::OverlapsRequest>) -> Result<Response<pb::OverlapsResponse>, Status> {
+    async fn overlaps(
+        &self,
+        asked: Request<pb::OverlapsRequest>,
+    ) -> Result<Response<pb::OverlapsResponse>, Status> {
         let answer = self.answer(asked.into_inner());
-        let code = answer.as_ref().err().map_or("OK", |refusal| refusal.code().1);
-        self.0.parts.metrics.api_calls.get_or_create(&CallLabels { call: "Overlaps", code }).inc();
+        let code = answer
+            .as_ref()
+            .err()
+            .map_or("OK", |refusal| refusal.code().1);
+        self.0
+            .parts
+            .metrics
+            .api_calls
+            .get_or_create(&CallLabels {
+                call: "Overlaps",
+                code,
+            })
+            .inc();
         match answer {
             Ok(answer) => Ok(Response::new(answer)),
             Err(refusal) => Err(Status::new(refusal.code().0, refusal.to_string())),

@@ -21,13 +21,15 @@ use crate::load::LoadTracker;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::predict::{Policy, Predictor, Ttl};
 use crate::router::{
-    Mode, Predictions, Prompt, Reason, Remote, RemoteAnswer, RemoteRank, RemoteRanks, RouteRequest, Router,
-    RouterSettings,
+    Mode, Predictions, Prompt, Reason, Remote, RemoteAnswer, RemoteRank, RemoteRanks, RouteRequest,
+    Router, RouterSettings,
 };
 use crate::settings::Period;
 use crate::tier::Tier;
 use crate::trust::{Because, Standing, Trust};
-use crate::worker::{Attach, BlockSize, DpRank, EventSource, ModelName, Worker, WorkerId, WorkerRank};
+use crate::worker::{
+    Attach, BlockSize, DpRank, EventSource, ModelName, Worker, WorkerId, WorkerRank,
+};
 
 const HASHING: u64 = 99;
 const MODEL: &str = "m";
@@ -37,7 +39,10 @@ fn size() -> BlockSize {
 }
 
 fn rank(id: u64) -> WorkerRank {
-    WorkerRank { worker: WorkerId(id), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(id),
+        rank: DpRank(0),
+    }
 }
 
 /// The last worker tells nothing of its cache.
@@ -49,9 +54,18 @@ fn workers(count: u64) -> Vec<Worker> {
         replay: None,
     };
     let worker = |id: u64| {
-        let mut worker = Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), MODEL.into(), size());
+        let mut worker = Worker::new(
+            WorkerId(id),
+            "127.0.0.1:8000".parse().unwrap(),
+            MODEL.into(),
+            size(),
+        );
         worker.endpoint.0.set_port(8000 + id as u16);
-        worker.event_sources = if id < count { vec![source()] } else { Vec::new() };
+        worker.event_sources = if id < count {
+            vec![source()]
+        } else {
+            Vec::new()
+        };
         worker
     };
     (1..=count).map(worker).collect()
@@ -61,11 +75,20 @@ fn workers(count: u64) -> Vec<Worker> {
 fn router(count: u64, seed: u64) -> Router {
     let load = LoadTracker::new(std::time::Instant::now);
     let predictor = || {
-        let ttl = Ttl { ttl: Duration::from_secs(3600), most_blocks_per_rank: 1000 };
+        let ttl = Ttl {
+            ttl: Duration::from_secs(3600),
+            most_blocks_per_rank: 1000,
+        };
         Some(Predictor::new(Policy::Ttl(ttl), std::time::Instant::now))
     };
-    let predictions = Predictions { without_events: predictor(), beside_events: predictor(), ..Predictions::default() };
-    Router::new(PrefixIndex::new(), load, RouterSettings::default(), seed).predicting(predictions).with_fleet(count)
+    let predictions = Predictions {
+        without_events: predictor(),
+        beside_events: predictor(),
+        ..Predictions::default()
+    };
+    Router::new(PrefixIndex::new(), load, RouterSettings::default(), seed)
+        .predicting(predictions)
+        .with_fleet(count)
 }
 
 trait WithFleet {
@@ -91,7 +114,11 @@ fn remote_router(count: u64, seed: u64) -> Router {
 }
 
 fn hashes(locals: &[u64]) -> BlockHashes {
-    BlockHashes::chain(locals.len() * 4 + 1, size(), locals.iter().copied().map(LocalHash).collect())
+    BlockHashes::chain(
+        locals.len() * 4 + 1,
+        size(),
+        locals.iter().copied().map(LocalHash).collect(),
+    )
 }
 
 fn request(prompts: &[Vec<u64>]) -> RouteRequest {
@@ -109,17 +136,35 @@ fn standing(number: u8) -> Standing {
     };
     // An engine's blocks may be twice as large.
     let engine_block_size = (number % 4 == 3).then(|| BlockSize(NonZeroU32::new(8).unwrap()));
-    Standing { trust, because, engine_block_size }
+    Standing {
+        trust,
+        because,
+        engine_block_size,
+    }
 }
 
 /// What happens before a request.
 #[derive(Clone, Debug)]
 enum Step {
-    Stored { id: u64, locals: Vec<u64>, tier: Tier },
-    Grouped { id: u64 },
-    Cleared { id: u64 },
-    Stands { id: u64, number: u8 },
-    Asked { prompts: Vec<Vec<u64>>, sent: bool },
+    Stored {
+        id: u64,
+        locals: Vec<u64>,
+        tier: Tier,
+    },
+    Grouped {
+        id: u64,
+    },
+    Cleared {
+        id: u64,
+    },
+    Stands {
+        id: u64,
+        number: u8,
+    },
+    Asked {
+        prompts: Vec<Vec<u64>>,
+        sent: bool,
+    },
 }
 
 const WORKERS: u64 = 4;
@@ -140,15 +185,31 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 fn stored(locals: &[u64], tier: Tier) -> KvEvent {
     let names = hashes(locals);
     let blocks = names.locals().iter().zip(names.sequences());
-    let blocks = blocks.map(|(local, name)| StoredBlock { engine: EngineHash(name.0), local: *local }).collect();
-    KvEvent::Stored { parent: None, blocks, tier }
+    let blocks = blocks
+        .map(|(local, name)| StoredBlock {
+            engine: EngineHash(name.0),
+            local: *local,
+        })
+        .collect();
+    KvEvent::Stored {
+        parent: None,
+        blocks,
+        tier,
+    }
 }
 
 /// The answer as it comes over the wire.
 fn over_the_wire(answer: &RemoteAnswer, asked: &[BlockHashes]) -> RemoteAnswer {
-    let prompts: Vec<_> = answer.prompts.iter().map(|found| wire::held(found)).collect();
+    let prompts: Vec<_> = answer
+        .prompts
+        .iter()
+        .map(|found| wire::held(found))
+        .collect();
     let ranks = wire::ranks(&wire::said(&answer.ranks)).unwrap();
-    RemoteAnswer { ranks: Arc::new(ranks), prompts: wire::found(&prompts, asked).unwrap() }
+    RemoteAnswer {
+        ranks: Arc::new(ranks),
+        prompts: wire::found(&prompts, asked).unwrap(),
+    }
 }
 
 /// Everything that is told of a decision but how long it took.
@@ -203,72 +264,204 @@ fn without_an_answer_it_goes_by_what_was_routed_before() {
     let remote = remote_router(3, 1);
     let asked = || request(&[vec![1, 2, 3, 4]]);
     let mut first = remote.route(asked()).unwrap();
-    assert_eq!((first.route.mode, first.route.reason), (Mode::Approximate, Some(Reason::IndexAway)));
+    assert_eq!(
+        (first.route.mode, first.route.reason),
+        (Mode::Approximate, Some(Reason::IndexAway))
+    );
     assert_eq!(first.route.overlap, TierBlocks::default());
     let at = first.route.to.rank;
     remote.settle_predictions(&mut first, 200);
     drop(first);
     let again = remote.ask(asked()).unwrap();
-    assert_eq!((again.to.rank, again.overlap.device, again.mode), (at, 4, Mode::Approximate));
+    assert_eq!(
+        (again.to.rank, again.overlap.device, again.mode),
+        (at, 4, Mode::Approximate)
+    );
     // The size of the engine's blocks holds on, and its standing does not.
-    let standing = Standing { engine_block_size: BlockSize::new(12), ..Standing::EXACT };
-    let rows = (1..=3).map(|id| RemoteRank { rank: rank(id), standing, grouped: false }).collect();
-    let away = RouteRequest { remote: Remote::Away(Arc::new(RemoteRanks::new(rows))), ..asked() };
+    let standing = Standing {
+        engine_block_size: BlockSize::new(12),
+        ..Standing::EXACT
+    };
+    let rows = (1..=3)
+        .map(|id| RemoteRank {
+            rank: rank(id),
+            standing,
+            grouped: false,
+        })
+        .collect();
+    let away = RouteRequest {
+        remote: Remote::Away(Arc::new(RemoteRanks::new(rows))),
+        ..asked()
+    };
     let again = remote.ask(away).unwrap();
-    assert_eq!((again.to.rank, again.overlap.device, again.trust), (at, 3, Trust::Absent));
+    assert_eq!(
+        (again.to.rank, again.overlap.device, again.trust),
+        (at, 3, Trust::Absent)
+    );
     // An answer that somebody who is followed holds nothing outweighs what was routed, but for the time until its event.
-    let rows = (1..=3).map(|id| RemoteRank { rank: rank(id), standing: Standing::EXACT, grouped: true }).collect();
-    let answer = RemoteAnswer { ranks: Arc::new(RemoteRanks::new(rows)), prompts: vec![Vec::new()] };
-    let told = remote.ask(RouteRequest { remote: Remote::Told(Arc::new(answer)), ..asked() }).unwrap();
-    assert_eq!((told.mode, told.reason, told.overlap.device), (Mode::Exact, None, 0));
+    let rows = (1..=3)
+        .map(|id| RemoteRank {
+            rank: rank(id),
+            standing: Standing::EXACT,
+            grouped: true,
+        })
+        .collect();
+    let answer = RemoteAnswer {
+        ranks: Arc::new(RemoteRanks::new(rows)),
+        prompts: vec![Vec::new()],
+    };
+    let told = remote
+        .ask(RouteRequest {
+            remote: Remote::Told(Arc::new(answer)),
+            ..asked()
+        })
+        .unwrap();
+    assert_eq!(
+        (told.mode, told.reason, told.overlap.device),
+        (Mode::Exact, None, 0)
+    );
 }
 
 #[test]
 fn without_predictions_it_goes_by_load() {
     let load = LoadTracker::new(std::time::Instant::now);
-    let remote = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1).without_index().with_fleet(2);
+    let remote = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1)
+        .without_index()
+        .with_fleet(2);
     let route = remote.ask(request(&[vec![1, 2]])).unwrap();
-    assert_eq!((route.mode, route.reason), (Mode::LoadOnly, Some(Reason::IndexAway)));
+    assert_eq!(
+        (route.mode, route.reason),
+        (Mode::LoadOnly, Some(Reason::IndexAway))
+    );
 }
 
 #[test]
 fn who_was_served_elsewhere_is_counted_by_the_same_answer() {
     let remote = remote_router(3, 1);
-    let rows = (1..=3).map(|id| RemoteRank { rank: rank(id), standing: Standing::EXACT, grouped: false }).collect();
-    let held = |id, device| (rank(id), TierBlocks { device, ..TierBlocks::default() });
-    let answer = RemoteAnswer { ranks: Arc::new(RemoteRanks::new(rows)), prompts: vec![vec![held(1, 4), held(2, 2)]] };
-    let asked = RouteRequest { remote: Remote::Told(Arc::new(answer)), ..request(&[vec![1, 2, 3, 4]]) };
+    let rows = (1..=3)
+        .map(|id| RemoteRank {
+            rank: rank(id),
+            standing: Standing::EXACT,
+            grouped: false,
+        })
+        .collect();
+    let held = |id, device| {
+        (
+            rank(id),
+            TierBlocks {
+                device,
+                ..TierBlocks::default()
+            },
+        )
+    };
+    let answer = RemoteAnswer {
+        ranks: Arc::new(RemoteRanks::new(rows)),
+        prompts: vec![vec![held(1, 4), held(2, 2)]],
+    };
+    let asked = RouteRequest {
+        remote: Remote::Told(Arc::new(answer)),
+        ..request(&[vec![1, 2, 3, 4]])
+    };
     let mut booked = remote.route(asked).unwrap();
     assert_eq!(booked.route.to.rank, rank(1));
-    assert_eq!(remote.served(&mut booked, "127.0.0.1:8002".parse().unwrap()), crate::router::Moved::To(rank(2)));
+    assert_eq!(
+        remote.served(&mut booked, "127.0.0.1:8002".parse().unwrap()),
+        crate::router::Moved::To(rank(2))
+    );
     let loads = remote.load().snapshot();
-    let tokens = |id| loads.iter().find(|load| load.rank == rank(id)).unwrap().active_prefill_tokens;
+    let tokens = |id| {
+        loads
+            .iter()
+            .find(|load| load.rank == rank(id))
+            .unwrap()
+            .active_prefill_tokens
+    };
     assert_eq!((tokens(1), tokens(2)), (0, 17 - 8));
 }
 
 #[test]
 fn what_makes_no_sense_is_named() {
-    let prompt = |tokens, blocks| pb::Prompt { tokens, local_hashes: vec![7; blocks] };
+    let prompt = |tokens, blocks| pb::Prompt {
+        tokens,
+        local_hashes: vec![7; blocks],
+    };
     let read = |asked, most| wire::prompts(asked, size(), most).err();
     assert_eq!(read(vec![prompt(9, 2), prompt(3, 0)], 2), None);
-    assert_eq!(read(vec![prompt(9, 2), prompt(9, 1)], 2), Some(wire::Nonsense::Blocks { blocks: 3, most: 2 }));
-    assert_eq!(read(vec![prompt(7, 2)], 9), Some(wire::Nonsense::Tokens { blocks: 2, size: 4, tokens: 7 }));
-    assert_eq!(read(vec![prompt(1, 0); 1025], 9), Some(wire::Nonsense::Prompts(1025)));
+    assert_eq!(
+        read(vec![prompt(9, 2), prompt(9, 1)], 2),
+        Some(wire::Nonsense::Blocks { blocks: 3, most: 2 })
+    );
+    assert_eq!(
+        read(vec![prompt(7, 2)], 9),
+        Some(wire::Nonsense::Tokens {
+            blocks: 2,
+            size: 4,
+            tokens: 7
+        })
+    );
+    assert_eq!(
+        read(vec![prompt(1, 0); 1025], 9),
+        Some(wire::Nonsense::Prompts(1025))
+    );
 
     let asked = [hashes(&[1, 2, 3])];
-    let held = pb::Held { worker_ids: vec![1, 2], device: vec![1, 0], host: vec![2, 1], ..pb::Held::default() };
+    let held = pb::Held {
+        worker_ids: vec![1, 2],
+        device: vec![1, 0],
+        host: vec![2, 1],
+        ..pb::Held::default()
+    };
     let found = wire::found(std::slice::from_ref(&held), &asked).unwrap();
-    let blocks = |device, host| TierBlocks { device, host, ..TierBlocks::default() };
-    assert_eq!(found, [vec![(rank(1), blocks(1, 2)), (rank(2), blocks(0, 1))]]);
+    let blocks = |device, host| TierBlocks {
+        device,
+        host,
+        ..TierBlocks::default()
+    };
+    assert_eq!(
+        found,
+        [vec![(rank(1), blocks(1, 2)), (rank(2), blocks(0, 1))]]
+    );
     let wrong = |held: pb::Held| wire::found(&[held], &asked).err();
-    assert_eq!(wire::found(&[], &asked).err(), Some(wire::Nonsense::Answers(0)));
-    assert_eq!(wrong(pb::Held { disk: vec![1], ..held.clone() }), Some(wire::Nonsense::Columns));
-    assert_eq!(wrong(pb::Held { worker_ids: Vec::new(), ..held.clone() }), Some(wire::Nonsense::Columns));
-    assert_eq!(wrong(pb::Held { disk: vec![1, 0], ..held.clone() }), Some(wire::Nonsense::TooMuch));
-    assert_eq!(wrong(pb::Held { disk: vec![u32::MAX, 0], ..held }), Some(wire::Nonsense::TooMuch));
+    assert_eq!(
+        wire::found(&[], &asked).err(),
+        Some(wire::Nonsense::Answers(0))
+    );
+    assert_eq!(
+        wrong(pb::Held {
+            disk: vec![1],
+            ..held.clone()
+        }),
+        Some(wire::Nonsense::Columns)
+    );
+    assert_eq!(
+        wrong(pb::Held {
+            worker_ids: Vec::new(),
+            ..held.clone()
+        }),
+        Some(wire::Nonsense::Columns)
+    );
+    assert_eq!(
+        wrong(pb::Held {
+            disk: vec![1, 0],
+            ..held.clone()
+        }),
+        Some(wire::Nonsense::TooMuch)
+    );
+    assert_eq!(
+        wrong(pb::Held {
+            disk: vec![u32::MAX, 0],
+            ..held
+        }),
+        Some(wire::Nonsense::TooMuch)
+    );
 
     let ranks = |trust, because| {
-        let said = pb::Rank { worker_id: 1, trust, because, ..pb::Rank::default() };
+        let said = pb::Rank {
+            worker_id: 1,
+            trust,
+            because,
+            ..pb::Rank::default()
+        };
         wire::ranks(&pb::Ranks { ranks: vec![said] }).map(|ranks| ranks.rows()[0].standing)
     };
     assert_eq!(ranks(1, 0), Ok(Standing::EXACT));
@@ -295,12 +488,26 @@ fn every_word_comes_back_as_it_was_said() {
     let all = reasons.flat_map(|because| Trust::ALL.map(|trust| (trust, because)));
     let row = |(at, (trust, because)): (usize, (Trust, Option<Because>))| {
         let engine_block_size = BlockSize::new(at as u32 % 3);
-        let rank = WorkerRank { worker: WorkerId(u64::MAX - at as u64), rank: DpRank(at as u32) };
-        RemoteRank { rank, standing: Standing { trust, because, engine_block_size }, grouped: at % 2 == 0 }
+        let rank = WorkerRank {
+            worker: WorkerId(u64::MAX - at as u64),
+            rank: DpRank(at as u32),
+        };
+        RemoteRank {
+            rank,
+            standing: Standing {
+                trust,
+                because,
+                engine_block_size,
+            },
+            grouped: at % 2 == 0,
+        }
     };
     let ranks = RemoteRanks::new(all.enumerate().map(row).collect());
     assert_eq!(ranks.rows().len(), 55);
-    assert_eq!(wire::ranks(&wire::said(&ranks)).unwrap().rows(), ranks.rows());
+    assert_eq!(
+        wire::ranks(&wire::said(&ranks)).unwrap().rows(),
+        ranks.rows()
+    );
 }
 
 /// A server of an index in which worker 1 holds three blocks.
@@ -319,7 +526,11 @@ impl Site {
         router.set_trust(rank(1), Standing::EXACT);
         let readiness = Readiness::default();
         let find = |name: Option<&str>| {
-            let found = ServedModel { name: MODEL.into(), block_size: size(), hashing: HASHING };
+            let found = ServedModel {
+                name: MODEL.into(),
+                block_size: size(),
+                hashing: HASHING,
+            };
             Some(found).filter(|_| name.is_none_or(|name| name == MODEL))
         };
         let parts = Parts {
@@ -333,7 +544,12 @@ impl Site {
         let url = format!("http://{}", listener.local_addr().unwrap());
         let serving = Server::builder().add_service(ServedIndex::new(parts).server());
         tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
-        Self { router, readiness, url, _writer: writer }
+        Self {
+            router,
+            readiness,
+            url,
+            _writer: writer,
+        }
     }
 }
 
@@ -354,13 +570,22 @@ async fn silent() -> String {
 fn asker(servers: &[&str]) -> (Asker, Arc<Metrics>) {
     let metrics = Arc::new(Metrics::new());
     let servers = servers.iter().map(|url| (*url).to_owned());
-    let settings = RemoteIndexConfig { deadline: Period::seconds(30), ..RemoteIndexConfig::of(servers) };
+    let settings = RemoteIndexConfig {
+        deadline: Period::seconds(30),
+        ..RemoteIndexConfig::of(servers)
+    };
     (Asker::new(&settings, metrics.clone()).unwrap(), metrics)
 }
 
 async fn ask(asker: &Asker, hashing: u64, locals: &[u64]) -> Remote {
     let model = ModelName::from(MODEL);
-    asker.ask(Question { model: Some(&model), hashing, prompts: &[hashes(locals)] }).await
+    asker
+        .ask(Question {
+            model: Some(&model),
+            hashing,
+            prompts: &[hashes(locals)],
+        })
+        .await
 }
 
 fn answer(remote: Remote) -> Arc<RemoteAnswer> {
@@ -371,7 +596,10 @@ fn answer(remote: Remote) -> Arc<RemoteAnswer> {
 }
 
 fn outcome(metrics: &Metrics, outcome: &'static str) -> u64 {
-    metrics.remote_index_questions.get_or_create(&OutcomeLabel { outcome }).get()
+    metrics
+        .remote_index_questions
+        .get_or_create(&OutcomeLabel { outcome })
+        .get()
 }
 
 #[tokio::test]
@@ -379,16 +607,38 @@ async fn ranks_are_told_when_they_are_news() {
     let site = Site::start().await;
     let (asker, metrics) = asker(&[&site.url]);
     let first = answer(ask(&asker, HASHING, &[1, 2, 9]).await);
-    assert_eq!(first.prompts, [vec![(rank(1), TierBlocks { device: 2, ..TierBlocks::default() })]]);
-    assert_eq!(first.ranks.rows(), [RemoteRank { rank: rank(1), standing: Standing::EXACT, grouped: false }]);
+    assert_eq!(
+        first.prompts,
+        [vec![(
+            rank(1),
+            TierBlocks {
+                device: 2,
+                ..TierBlocks::default()
+            }
+        )]]
+    );
+    assert_eq!(
+        first.ranks.rows(),
+        [RemoteRank {
+            rank: rank(1),
+            standing: Standing::EXACT,
+            grouped: false
+        }]
+    );
     let second = answer(ask(&asker, HASHING, &[]).await);
-    assert!(Arc::ptr_eq(&first.ranks, &second.ranks), "they were not told again");
+    assert!(
+        Arc::ptr_eq(&first.ranks, &second.ranks),
+        "they were not told again"
+    );
     assert_eq!(second.prompts, [Vec::new()]);
     site.router.set_trust(rank(2), standing(4));
     let third = answer(ask(&asker, HASHING, &[1]).await);
     assert_eq!(third.ranks.rows()[1].standing, standing(4));
     site.router.set_trust(rank(2), Standing::default());
-    assert_eq!(answer(ask(&asker, HASHING, &[1]).await).ranks.rows(), first.ranks.rows());
+    assert_eq!(
+        answer(ask(&asker, HASHING, &[1]).await).ranks.rows(),
+        first.ranks.rows()
+    );
     assert_eq!(outcome(&metrics, "answered"), 4);
 }
 
@@ -396,18 +646,46 @@ async fn ranks_are_told_when_they_are_news() {
 async fn other_blocks_are_refused_and_never_answered() {
     let site = Site::start().await;
     let (asker, metrics) = asker(&[&site.url]);
-    assert!(matches!(ask(&asker, HASHING + 1, &[1, 2]).await, Remote::Away(_)), "hashed in another way");
+    assert!(
+        matches!(ask(&asker, HASHING + 1, &[1, 2]).await, Remote::Away(_)),
+        "hashed in another way"
+    );
     let model = ModelName::from(MODEL);
-    let other = [BlockHashes::chain(16, BlockSize::new(8).unwrap(), vec![LocalHash(1), LocalHash(2)])];
-    let question = Question { model: Some(&model), hashing: HASHING, prompts: &other };
-    assert!(matches!(asker.ask(question).await, Remote::Away(_)), "blocks of another size");
+    let other = [BlockHashes::chain(
+        16,
+        BlockSize::new(8).unwrap(),
+        vec![LocalHash(1), LocalHash(2)],
+    )];
+    let question = Question {
+        model: Some(&model),
+        hashing: HASHING,
+        prompts: &other,
+    };
+    assert!(
+        matches!(asker.ask(question).await, Remote::Away(_)),
+        "blocks of another size"
+    );
     let stranger = ModelName::from("stranger");
-    let question = Question { model: Some(&stranger), hashing: HASHING, prompts: &[hashes(&[1])] };
-    assert!(matches!(asker.ask(question).await, Remote::Away(_)), "another model");
-    assert!(matches!(ask(&asker, HASHING, &[1; 101]).await, Remote::Away(_)), "too long");
+    let question = Question {
+        model: Some(&stranger),
+        hashing: HASHING,
+        prompts: &[hashes(&[1])],
+    };
+    assert!(
+        matches!(asker.ask(question).await, Remote::Away(_)),
+        "another model"
+    );
+    assert!(
+        matches!(ask(&asker, HASHING, &[1; 101]).await, Remote::Away(_)),
+        "too long"
+    );
     assert_eq!(outcome(&metrics, "refused"), 4);
     answer(ask(&asker, HASHING, &[1; 100]).await);
-    assert_eq!(asker.shown()[0]["asked"], true, "who refuses is not left out");
+    assert_eq!(
+        asker.shown()[0]["asked"],
+        true,
+        "who refuses is not left out"
+    );
 }
 
 #[tokio::test]
@@ -418,7 +696,13 @@ async fn who_is_starting_or_leaving_is_not_believed_and_another_one_is_asked_at_
     for _ in 0..4 {
         answer(ask(&asker, HASHING, &[1]).await);
     }
-    assert_eq!((asker.shown()[0]["asked"].clone(), outcome(&metrics, "answered")), (false.into(), 4));
+    assert_eq!(
+        (
+            asker.shown()[0]["asked"].clone(),
+            outcome(&metrics, "answered")
+        ),
+        (false.into(), 4)
+    );
     other.readiness.drain();
     assert!(matches!(ask(&asker, HASHING, &[1]).await, Remote::Away(_)));
     assert_eq!(outcome(&metrics, "failed"), 1);
@@ -446,7 +730,13 @@ async fn who_is_starting_or_leaving_is_not_believed_and_another_one_is_asked_at_
         () = tokio::time::sleep(Duration::from_secs(30)) => panic!("it does not come back"),
         () = comes_back => {}
     }
-    assert_eq!((asker.shown()[0]["asked"].clone(), asker.shown()[1]["asked"].clone()), (true.into(), false.into()));
+    assert_eq!(
+        (
+            asker.shown()[0]["asked"].clone(),
+            asker.shown()[1]["asked"].clone()
+        ),
+        (true.into(), false.into())
+    );
 }
 
 #[tokio::test]
@@ -457,7 +747,11 @@ async fn a_question_that_is_too_long_for_a_message_says_nothing_of_the_servers()
     assert!(matches!(ask(&asker, HASHING, &long).await, Remote::Away(_)));
     let model = ModelName::from(MODEL);
     let many: Vec<BlockHashes> = (0..65).map(|local| hashes(&[local])).collect();
-    let question = Question { model: Some(&model), hashing: HASHING, prompts: &many };
+    let question = Question {
+        model: Some(&model),
+        hashing: HASHING,
+        prompts: &many,
+    };
     assert!(matches!(asker.ask(question).await, Remote::Away(_)));
     assert_eq!(outcome(&metrics, "refused"), 2);
     answer(ask(&asker, HASHING, &[1]).await);
@@ -471,23 +765,38 @@ async fn who_says_nothing_costs_a_hedge_and_then_nothing() {
         answer(ask(&asker, HASHING, &[1]).await);
     }
     assert_eq!(asker.shown()[0]["asked"], false);
-    let (hedged, answered) = (outcome(&metrics, "hedged_won"), outcome(&metrics, "answered"));
-    assert!(hedged >= 3 && hedged + answered == 40, "{hedged} {answered}");
+    let (hedged, answered) = (
+        outcome(&metrics, "hedged_won"),
+        outcome(&metrics, "answered"),
+    );
+    assert!(
+        hedged >= 3 && hedged + answered == 40,
+        "{hedged} {answered}"
+    );
 }
 
 #[tokio::test]
 async fn nobody_waits_beyond_the_deadline_and_no_more_ask_than_may() {
     let mute = silent().await;
     let metrics = Arc::new(Metrics::new());
-    let settings = RemoteIndexConfig { in_flight: 1, ..RemoteIndexConfig::of([mute]) };
+    let settings = RemoteIndexConfig {
+        in_flight: 1,
+        ..RemoteIndexConfig::of([mute])
+    };
     let asker = Asker::new(&settings, metrics.clone()).unwrap();
     let (late, busy) = tokio::join!(ask(&asker, HASHING, &[1]), ask(&asker, HASHING, &[1]));
     assert!(matches!((late, busy), (Remote::Away(_), Remote::Away(_))));
-    assert_eq!((outcome(&metrics, "late"), outcome(&metrics, "busy")), (1, 1));
+    assert_eq!(
+        (outcome(&metrics, "late"), outcome(&metrics, "busy")),
+        (1, 1)
+    );
     for _ in 0..2 {
         ask(&asker, HASHING, &[1]).await;
     }
-    assert_eq!((outcome(&metrics, "late"), asker.shown()[0]["asked"].clone()), (3, false.into()));
+    assert_eq!(
+        (outcome(&metrics, "late"), asker.shown()[0]["asked"].clone()),
+        (3, false.into())
+    );
     ask(&asker, HASHING, &[1]).await;
     assert_eq!(outcome(&metrics, "out"), 1);
 }
@@ -500,6 +809,13 @@ async fn a_request_that_leaves_takes_its_question_back() {
         let gone = tokio::time::timeout(Duration::from_millis(5), ask(&asker, HASHING, &[1])).await;
         assert!(gone.is_err());
     }
-    assert_eq!(asker.shown()[0]["asked"], true, "that says nothing of the server");
-    assert_eq!(asker.permits.available_permits(), RemoteIndexConfig::of([]).in_flight as usize);
+    assert_eq!(
+        asker.shown()[0]["asked"],
+        true,
+        "that says nothing of the server"
+    );
+    assert_eq!(
+        asker.permits.available_permits(),
+        RemoteIndexConfig::of([]).in_flight as usize
+    );
 }

@@ -20,7 +20,9 @@ const AROUND: usize = 64 << 10;
 
 /// The longest question in bytes.
 pub(super) fn longest(most_blocks: usize) -> usize {
-    most_blocks.saturating_mul(size_of::<u64>()).saturating_add(AROUND)
+    most_blocks
+        .saturating_mul(size_of::<u64>())
+        .saturating_add(AROUND)
 }
 
 /// What makes no sense in a message.
@@ -31,7 +33,11 @@ pub(super) enum Nonsense {
     #[error("the prompts have {blocks} blocks; `api.most_blocks` allows {most}")]
     Blocks { blocks: usize, most: usize },
     #[error("{blocks} blocks of {size} tokens do not fit into a prompt of {tokens}")]
-    Tokens { blocks: usize, size: usize, tokens: u64 },
+    Tokens {
+        blocks: usize,
+        size: usize,
+        tokens: u64,
+    },
     #[error("a block has at least one token")]
     BlockSize,
     #[error("the answer is about {0} prompts, and not about those that were asked for")]
@@ -47,7 +53,11 @@ pub(super) enum Nonsense {
 }
 
 /// The prompts of a question.
-pub(super) fn prompts(asked: Vec<pb::Prompt>, size: BlockSize, most: usize) -> Result<Vec<BlockHashes>, Nonsense> {
+pub(super) fn prompts(
+    asked: Vec<pb::Prompt>,
+    size: BlockSize,
+    most: usize,
+) -> Result<Vec<BlockHashes>, Nonsense> {
     if asked.len() > MOST_PROMPTS {
         return Err(Nonsense::Prompts(asked.len()));
     }
@@ -59,7 +69,11 @@ pub(super) fn prompts(asked: Vec<pb::Prompt>, size: BlockSize, most: usize) -> R
         let (blocks, size_tokens) = (prompt.local_hashes.len(), size.tokens());
         let tokens = usize::try_from(prompt.tokens).unwrap_or(usize::MAX);
         if tokens / size_tokens < blocks {
-            return Err(Nonsense::Tokens { blocks, size: size_tokens, tokens: prompt.tokens });
+            return Err(Nonsense::Tokens {
+                blocks,
+                size: size_tokens,
+                tokens: prompt.tokens,
+            });
         }
         let locals = prompt.local_hashes.into_iter().map(LocalHash).collect();
         Ok(BlockHashes::chain(tokens, size, locals))
@@ -80,7 +94,11 @@ pub(super) fn asked(prompts: &[BlockHashes]) -> Vec<pb::Prompt> {
 pub(super) fn held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
     let column = |of: fn(&(WorkerRank, TierBlocks)) -> u32| {
         let column: Vec<u32> = found.iter().map(of).collect();
-        if column.iter().any(|entry| *entry != 0) { column } else { Vec::new() }
+        if column.iter().any(|entry| *entry != 0) {
+            column
+        } else {
+            Vec::new()
+        }
     };
     pb::Held {
         worker_ids: found.iter().map(|(rank, _)| rank.worker.0).collect(),
@@ -93,26 +111,56 @@ pub(super) fn held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
 }
 
 /// Who has anything of prompts with so many blocks.
-pub(super) fn found(held: &[pb::Held], asked: &[BlockHashes]) -> Result<Vec<Vec<(WorkerRank, TierBlocks)>>, Nonsense> {
+pub(super) fn found(
+    held: &[pb::Held],
+    asked: &[BlockHashes],
+) -> Result<Vec<Vec<(WorkerRank, TierBlocks)>>, Nonsense> {
     if held.len() != asked.len() {
         return Err(Nonsense::Answers(held.len()));
     }
-    held.iter().zip(asked).map(|(held, hashes)| found_of(held, hashes.len())).collect()
+    held.iter()
+        .zip(asked)
+        .map(|(held, hashes)| found_of(held, hashes.len()))
+        .collect()
 }
 
 fn found_of(held: &pb::Held, most: usize) -> Result<Vec<(WorkerRank, TierBlocks)>, Nonsense> {
-    let columns = [&held.dp_ranks, &held.device, &held.host, &held.disk, &held.external];
-    if columns.iter().any(|column| !column.is_empty() && column.len() != held.worker_ids.len()) {
+    let columns = [
+        &held.dp_ranks,
+        &held.device,
+        &held.host,
+        &held.disk,
+        &held.external,
+    ];
+    if columns
+        .iter()
+        .any(|column| !column.is_empty() && column.len() != held.worker_ids.len())
+    {
         return Err(Nonsense::Columns);
     }
     let row = |(at, worker): (usize, &u64)| {
-        let [rank, device, host, disk, external] = columns.map(|column| column.get(at).copied().unwrap_or(0));
-        let blocks = [device, host, disk, external].into_iter().map(u64::from).sum::<u64>();
+        let [rank, device, host, disk, external] =
+            columns.map(|column| column.get(at).copied().unwrap_or(0));
+        let blocks = [device, host, disk, external]
+            .into_iter()
+            .map(u64::from)
+            .sum::<u64>();
         if blocks > most as u64 {
             return Err(Nonsense::TooMuch);
         }
-        let rank = WorkerRank { worker: WorkerId(*worker), rank: DpRank(rank) };
-        Ok((rank, TierBlocks { device, host, disk, external }))
+        let rank = WorkerRank {
+            worker: WorkerId(*worker),
+            rank: DpRank(rank),
+        };
+        Ok((
+            rank,
+            TierBlocks {
+                device,
+                host,
+                disk,
+                external,
+            },
+        ))
     };
     held.worker_ids.iter().enumerate().map(row).collect()
 }
@@ -123,11 +171,20 @@ pub(super) fn said(ranks: &RemoteRanks) -> pb::Ranks {
         worker_id: row.rank.worker.0,
         dp_rank: row.rank.rank.0,
         trust: pb::Trust::from(row.standing.trust).into(),
-        because: row.standing.because.map_or(pb::Because::Unspecified, pb::Because::from).into(),
-        engine_block_size: row.standing.engine_block_size.map_or(0, |size| size.0.get()),
+        because: row
+            .standing
+            .because
+            .map_or(pb::Because::Unspecified, pb::Because::from)
+            .into(),
+        engine_block_size: row
+            .standing
+            .engine_block_size
+            .map_or(0, |size| size.0.get()),
         grouped: row.grouped,
     };
-    pb::Ranks { ranks: ranks.rows().iter().map(said).collect() }
+    pb::Ranks {
+        ranks: ranks.rows().iter().map(said).collect(),
+    }
 }
 
 /// The worker ranks of which something is said.
@@ -138,10 +195,19 @@ pub(super) fn ranks(said: &pb::Ranks) -> Result<RemoteRanks, Nonsense> {
             because: because(said.because)?,
             engine_block_size: NonZeroU32::new(said.engine_block_size).map(BlockSize),
         };
-        let rank = WorkerRank { worker: WorkerId(said.worker_id), rank: DpRank(said.dp_rank) };
-        Ok(RemoteRank { rank, standing, grouped: said.grouped })
+        let rank = WorkerRank {
+            worker: WorkerId(said.worker_id),
+            rank: DpRank(said.dp_rank),
+        };
+        Ok(RemoteRank {
+            rank,
+            standing,
+            grouped: said.grouped,
+        })
     };
-    Ok(RemoteRanks::new(said.ranks.iter().map(row).collect::<Result<_, _>>()?))
+    Ok(RemoteRanks::new(
+        said.ranks.iter().map(row).collect::<Result<_, _>>()?,
+    ))
 }
 
 impl From<Trust> for pb::Trust {

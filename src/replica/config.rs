@@ -79,12 +79,19 @@ impl ReplicasConfig {
 
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems: Vec<Problem> =
-            self.nats.problems().into_iter().map(|problem| problem.within("nats")).collect();
+        let mut problems: Vec<Problem> = self
+            .nats
+            .problems()
+            .into_iter()
+            .map(|problem| problem.within("nats"))
+            .collect();
         let mut refuse = |key: &str, text: &str| problems.push(Problem::of(key, text));
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
         if self.group.is_empty() || !self.group.bytes().all(is_plain) {
-            refuse("group", "the group becomes part of a subject; write letters, digits, - and _ only");
+            refuse(
+                "group",
+                "the group becomes part of a subject; write letters, digits, - and _ only",
+            );
         }
         if self.batch.get() > std::time::Duration::from_secs(1) {
             refuse(
@@ -93,7 +100,10 @@ impl ReplicasConfig {
             );
         }
         if self.lease.get() < std::time::Duration::from_millis(200) {
-            refuse("lease", "a short pause would drop bookings that are alive; the default is 5s, the least is 200ms");
+            refuse(
+                "lease",
+                "a short pause would drop bookings that are alive; the default is 5s, the least is 200ms",
+            );
         }
         problems
     }
@@ -101,7 +111,15 @@ impl ReplicasConfig {
 
 impl NatsConfig {
     fn files(&mut self) -> [(&'static str, &mut Option<PathBuf>); 6] {
-        let Self { credentials_file, token_file, password_file, ca_file, cert_file, key_file, .. } = self;
+        let Self {
+            credentials_file,
+            token_file,
+            password_file,
+            ca_file,
+            cert_file,
+            key_file,
+            ..
+        } = self;
         [
             ("credentials_file", credentials_file),
             ("token_file", token_file),
@@ -115,36 +133,60 @@ impl NatsConfig {
     fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.servers.is_empty() {
-            problems.push(Problem::of("servers", "no server is given; write for example nats://nats:4222"));
+            problems.push(Problem::of(
+                "servers",
+                "no server is given; write for example nats://nats:4222",
+            ));
         }
         for (at, server) in self.servers.iter().enumerate() {
             if has_credentials(server) {
                 let text = "a server's address is shown on pages, so it may not hold a password; give `user` and `password_file`, or `token_file`";
                 problems.push(Problem::at(["servers".into(), at.into()], text));
             } else if let Err(error) = server.parse::<async_nats::ServerAddr>() {
-                let text = format!("`{server}` is no server ({error}); write for example nats://nats:4222");
+                let text = format!(
+                    "`{server}` is no server ({error}); write for example nats://nats:4222"
+                );
                 problems.push(Problem::at(["servers".into(), at.into()], text));
             }
         }
         for (key, file) in self.clone().files() {
             if let Some(file) = file.as_ref().filter(|file| !file.is_file()) {
-                problems.push(Problem::of(key, format!("there is no file {}", file.display())));
+                problems.push(Problem::of(
+                    key,
+                    format!("there is no file {}", file.display()),
+                ));
             }
         }
         let pairs = [
-            ("user", self.user.is_some(), "password_file", self.password_file.is_some()),
-            ("cert_file", self.cert_file.is_some(), "key_file", self.key_file.is_some()),
+            (
+                "user",
+                self.user.is_some(),
+                "password_file",
+                self.password_file.is_some(),
+            ),
+            (
+                "cert_file",
+                self.cert_file.is_some(),
+                "key_file",
+                self.key_file.is_some(),
+            ),
         ];
         for (key, given, other, other_given) in pairs {
             if given != other_given {
                 let (key, missing) = if given { (key, other) } else { (other, key) };
-                problems.push(Problem::of(key, format!("`{missing}` belongs to it and is missing")));
+                problems.push(Problem::of(
+                    key,
+                    format!("`{missing}` belongs to it and is missing"),
+                ));
             }
         }
-        let ways = [self.credentials_file.is_some(), self.token_file.is_some(), self.user.is_some()];
+        let ways = [
+            self.credentials_file.is_some(),
+            self.token_file.is_some(),
+            self.user.is_some(),
+        ];
         if ways.into_iter().filter(|given| *given).count() > 1 {
-            let text =
-                "there are several ways to say who we are; keep one of `credentials_file`, `token_file` and `user`";
+            let text = "there are several ways to say who we are; keep one of `credentials_file`, `token_file` and `user`";
             problems.push(Problem::at([], text));
         }
         problems

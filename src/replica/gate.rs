@@ -23,7 +23,10 @@ impl Gate {
     pub(super) fn admits(&self) -> bool {
         let one_more = |waiting: usize| (waiting < MOST_WAITING).then_some(waiting + 1);
         self.peers.load(Ordering::Relaxed) > 0
-            && self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).is_ok()
+            && self
+                .waiting
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more)
+                .is_ok()
     }
 
     /// One that was admitted waits no longer.

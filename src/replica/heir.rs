@@ -22,14 +22,23 @@ impl Replica {
     /// Sees to the sessions that were bound by those who are gone. Who was cut off itself has to have heard others again
     /// for as long as makes one silent.
     pub(super) fn inherit(&self) {
-        let Some(sessions) = self.entrance.sessions() else { return };
-        if !self.connected.lock().is_some_and(|since| since.elapsed() >= self.settings.lease.get()) {
+        let Some(sessions) = self.entrance.sessions() else {
+            return;
+        };
+        if !self
+            .connected
+            .lock()
+            .is_some_and(|since| since.elapsed() >= self.settings.lease.get())
+        {
             return;
         }
         let peers = &mut self.state.lock().peers;
         if peers.inherit(Instant::now()) {
             let sessions = sessions.inherit(|by| peers.knows(ReplicaId(by)));
-            debug!(sessions, "the sessions of those who are gone are seen to here");
+            debug!(
+                sessions,
+                "the sessions of those who are gone are seen to here"
+            );
         }
     }
 }

@@ -75,7 +75,10 @@ impl Ears {
 
 impl Link {
     /// Begins to connect; it need not come about at once.
-    pub(super) async fn open(settings: &ReplicasConfig, own: ReplicaId) -> anyhow::Result<(Self, Ears)> {
+    pub(super) async fn open(
+        settings: &ReplicasConfig,
+        own: ReplicaId,
+    ) -> anyhow::Result<(Self, Ears)> {
         let (tell, states) = mpsc::unbounded_channel();
         let options = options(&settings.nats)
             .await?
@@ -89,12 +92,27 @@ impl Link {
                 tell.send(event).ok();
                 std::future::ready(())
             });
-        let client = options.connect(&settings.nats.servers[..]).await.context("the NATS client cannot be made")?;
+        let client = options
+            .connect(&settings.nats.servers[..])
+            .await
+            .context("the NATS client cannot be made")?;
         let (group, inbox) = (settings.group.clone(), client.new_inbox());
-        let (events, echo) = (format!("warmroute.{group}.events.{own}"), format!("warmroute.{group}.echo.{own}"));
-        let link = Self { events, group, inbox, echo, client };
+        let (events, echo) = (
+            format!("warmroute.{group}.events.{own}"),
+            format!("warmroute.{group}.echo.{own}"),
+        );
+        let link = Self {
+            events,
+            group,
+            inbox,
+            echo,
+            client,
+        };
         let ears = Ears {
-            batches: link.client.subscribe(format!("warmroute.{}.events.*", link.group)).await?,
+            batches: link
+                .client
+                .subscribe(format!("warmroute.{}.events.*", link.group))
+                .await?,
             asks: link.client.subscribe(link.ask(own)).await?,
             answers: link.client.subscribe(link.inbox.clone()).await?,
             echoes: link.client.subscribe(link.echo.clone()).await?,
@@ -114,12 +132,14 @@ impl Link {
 
     /// Tells everybody; whether it is on its way.
     pub(super) async fn tell(&self, message: &impl prost::Message) -> bool {
-        self.send(self.events.clone(), None, message.encode_to_vec().into()).await
+        self.send(self.events.clone(), None, message.encode_to_vec().into())
+            .await
     }
 
     /// Asks a peer for everything.
     pub(super) async fn ask_all(&self, peer: ReplicaId) -> bool {
-        self.send(self.ask(peer), Some(self.inbox.clone()), Bytes::new()).await
+        self.send(self.ask(peer), Some(self.inbox.clone()), Bytes::new())
+            .await
     }
 
     /// Whether a message is one that we told everybody.
@@ -134,7 +154,12 @@ impl Link {
 
     /// Says something to ourselves, to see how long that takes.
     pub(super) async fn echo(&self, nanos: u64) -> bool {
-        self.send(self.echo.clone(), None, Bytes::copy_from_slice(&nanos.to_be_bytes())).await
+        self.send(
+            self.echo.clone(),
+            None,
+            Bytes::copy_from_slice(&nanos.to_be_bytes()),
+        )
+        .await
     }
 
     /// Answers whoever asked.
@@ -153,7 +178,9 @@ impl Link {
         }
         let sent = match reply {
             None => timeout(SEND, self.client.publish(subject, bytes)).await,
-            Some(reply) => timeout(SEND, self.client.publish_with_reply(subject, reply, bytes)).await,
+            Some(reply) => {
+                timeout(SEND, self.client.publish_with_reply(subject, reply, bytes)).await
+            }
         };
         matches!(sent, Ok(Ok(())))
     }
@@ -189,7 +216,9 @@ async fn options(nats: &NatsConfig) -> anyhow::Result<ConnectOptions> {
 /// Who we are, as the files say at this moment.
 async fn auth(nats: &NatsConfig) -> std::io::Result<Auth> {
     let read = async |file: &Option<std::path::PathBuf>| match file {
-        Some(file) => tokio::fs::read_to_string(file).await.map(|text| Some(text.trim().to_owned())),
+        Some(file) => tokio::fs::read_to_string(file)
+            .await
+            .map(|text| Some(text.trim().to_owned())),
         None => Ok(None),
     };
     let mut auth = Auth::new();

@@ -102,7 +102,9 @@ impl Mirror {
         self.others = before.others;
         for (id, live) in all {
             match before.bookings.remove(&id) {
-                Some(known) if known.live.same(&live) && !known.is_cut() && self.has_room_for(&known) => {
+                Some(known)
+                    if known.live.same(&live) && !known.is_cut() && self.has_room_for(&known) =>
+                {
                     self.waiting += usize::from(known.held.is_none());
                     self.blocks += known.blocks();
                     self.bookings.insert(id, known);
@@ -118,7 +120,11 @@ impl Mirror {
     /// Counts what is on workers that have come to be known, or stand elsewhere than before.
     pub(super) fn settle(&mut self, world: &World<'_>) {
         if std::mem::replace(&mut self.generation, world.generation) != world.generation {
-            for mirrored in self.bookings.values_mut().filter(|mirrored| mirrored.is_cut()) {
+            for mirrored in self
+                .bookings
+                .values_mut()
+                .filter(|mirrored| mirrored.is_cut())
+            {
                 mirrored.held = None;
                 self.waiting += 1;
             }
@@ -126,7 +132,11 @@ impl Mirror {
         if self.waiting == 0 {
             return;
         }
-        for mirrored in self.bookings.values_mut().filter(|mirrored| mirrored.held.is_none()) {
+        for mirrored in self
+            .bookings
+            .values_mut()
+            .filter(|mirrored| mirrored.held.is_none())
+        {
             mirrored.hold(world);
             self.waiting -= usize::from(mirrored.held.is_some());
         }
@@ -147,7 +157,10 @@ impl Mirror {
 
     /// Reservations of the peer.
     pub(super) fn totals(&self) -> ReservationTotals {
-        ReservationTotals { reservations: self.bookings.len(), blocks: self.blocks }
+        ReservationTotals {
+            reservations: self.bookings.len(),
+            blocks: self.blocks,
+        }
     }
 
     /// Sets the reservations of all other peers.
@@ -179,15 +192,22 @@ impl Mirror {
     }
 
     fn remove(&mut self, id: BookingId) {
-        let Some(gone) = self.bookings.remove(&id) else { return };
+        let Some(gone) = self.bookings.remove(&id) else {
+            return;
+        };
         self.blocks -= gone.blocks();
         self.waiting -= usize::from(gone.held.is_none());
     }
 
     fn change(&mut self, mut news: News, world: &World<'_>) {
-        let (News::FirstToken(id) | News::OutputBlocks { id, .. } | News::Moved { id, .. }) = news else { return };
+        let (News::FirstToken(id) | News::OutputBlocks { id, .. } | News::Moved { id, .. }) = news
+        else {
+            return;
+        };
         let most_blocks = self.most_blocks();
-        let Some(mirrored) = self.bookings.get_mut(&id) else { return };
+        let Some(mirrored) = self.bookings.get_mut(&id) else {
+            return;
+        };
         if let News::Moved { to: Some(to), .. } = &mut news {
             locate(to, world);
         }
@@ -199,10 +219,18 @@ impl Mirror {
             self.refused += 1;
             return self.remove(id);
         }
-        let Mirrored { held: Some(reservation), .. } = mirrored else { return };
+        let Mirrored {
+            held: Some(reservation),
+            ..
+        } = mirrored
+        else {
+            return;
+        };
         match news {
             News::FirstToken(_) => _ = reservation.first_token(),
-            News::OutputBlocks { count, fraction, .. } => reservation.output_blocks(count, fraction),
+            News::OutputBlocks {
+                count, fraction, ..
+            } => reservation.output_blocks(count, fraction),
             News::Moved { to, .. } => {
                 let goes_on = to.is_some();
                 if !reservation.relocate(|_, _| to) && goes_on {
@@ -218,7 +246,11 @@ impl Mirror {
 
 impl Mirrored {
     fn blocks(&self) -> usize {
-        self.live.bookings.iter().map(|booking| booking.sequences.blocks()).sum()
+        self.live
+            .bookings
+            .iter()
+            .map(|booking| booking.sequences.blocks())
+            .sum()
     }
 
     fn is_cut(&self) -> bool {
@@ -226,7 +258,10 @@ impl Mirrored {
     }
 
     fn hold(&mut self, world: &World<'_>) {
-        self.live.bookings.iter_mut().for_each(|booking| locate(booking, world));
+        self.live
+            .bookings
+            .iter_mut()
+            .for_each(|booking| locate(booking, world));
         self.held = world.load.mirror(&self.live);
     }
 }

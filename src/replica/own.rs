@@ -46,7 +46,17 @@ impl Own {
     pub fn new(id: ReplicaId, name: String) -> Self {
         let most_bytes = MOST_BYTES - ENVELOPE;
         let (live, untold, batches) = (BTreeMap::new(), Untold::default(), Vec::new());
-        Self { id, name, key: None, most_bytes, sequence: 0, draining: false, live, untold, batches }
+        Self {
+            id,
+            name,
+            key: None,
+            most_bytes,
+            sequence: 0,
+            draining: false,
+            live,
+            untold,
+            batches,
+        }
     }
 
     /// Encrypts the block hashes of routed prompts with a key that all replicas have.
@@ -93,16 +103,35 @@ impl Own {
 
     /// A sign of life.
     pub fn sign(&self) -> Batch {
-        let (replica, name, sequence, draining) = (self.id.0, self.name.clone(), self.sequence, self.draining);
-        Batch { replica, name, sequence, draining, ..Batch::default() }
+        let (replica, name, sequence, draining) =
+            (self.id.0, self.name.clone(), self.sequence, self.draining);
+        Batch {
+            replica,
+            name,
+            sequence,
+            draining,
+            ..Batch::default()
+        }
     }
 
     /// How everything stands at the last batch. What is not told yet has to be told first.
     pub fn snapshot(&self, beside: &[Told]) -> Vec<SnapshotPart> {
         let named = self.most_named();
-        let alive = self.live.iter().map(|(id, live)| wire::alive(*id, live, named));
-        let events = alive.chain(beside.iter().map(|told| wire::event(told, named, self.key.as_ref())));
-        let new = |part| SnapshotPart { replica: self.id.0, sequence: self.sequence, part, ..SnapshotPart::default() };
+        let alive = self
+            .live
+            .iter()
+            .map(|(id, live)| wire::alive(*id, live, named));
+        let events = alive.chain(
+            beside
+                .iter()
+                .map(|told| wire::event(told, named, self.key.as_ref())),
+        );
+        let new = |part| SnapshotPart {
+            replica: self.id.0,
+            sequence: self.sequence,
+            part,
+            ..SnapshotPart::default()
+        };
         let (mut parts, mut current, mut bytes) = (Vec::new(), new(0), 0);
         for event in events {
             let more = event.encoded_len() + 8;
@@ -152,8 +181,20 @@ impl Own {
 
     /// Whether it is told by what is to be told already.
     fn joins(&mut self, news: &News) -> bool {
-        let News::OutputBlocks { id, count, fraction } = news else { return false };
-        let Some(event) = self.untold.outputs.get(id).and_then(|at| self.untold.events.get_mut(*at)) else {
+        let News::OutputBlocks {
+            id,
+            count,
+            fraction,
+        } = news
+        else {
+            return false;
+        };
+        let Some(event) = self
+            .untold
+            .outputs
+            .get(id)
+            .and_then(|at| self.untold.events.get_mut(*at))
+        else {
             return false;
         };
         match &mut event.event {
@@ -171,7 +212,10 @@ impl Own {
         let Untold { events, .. } = std::mem::take(&mut self.untold);
         if !events.is_empty() {
             self.sequence += 1;
-            self.batches.push(Batch { events, ..self.sign() });
+            self.batches.push(Batch {
+                events,
+                ..self.sign()
+            });
         }
     }
 }

@@ -122,17 +122,33 @@ pub(super) struct Shown {
 impl Peers {
     /// Starts without peers. A peer that sends nothing for `lease` is silent.
     pub fn new(own: ReplicaId, lease: Duration) -> Self {
-        Self { own, lease, looked: None, peers: BTreeMap::new(), bereft: None }
+        Self {
+            own,
+            lease,
+            looked: None,
+            peers: BTreeMap::new(),
+            bereft: None,
+        }
     }
 
     /// A batch of a peer.
-    pub fn hear(&mut self, batch: Batch, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
+    pub fn hear(
+        &mut self,
+        batch: Batch,
+        world: &World<'_>,
+        now: Instant,
+        rng: &mut impl Rng,
+    ) -> Outcome {
         let (from, mut outcome) = (ReplicaId(batch.replica), Outcome::default());
         if from == self.own {
             return outcome;
         }
         if batch.leaving {
-            outcome.noted.extend(self.peers.remove(&from).map(|peer| Noted::Left(from, peer.name)));
+            outcome.noted.extend(
+                self.peers
+                    .remove(&from)
+                    .map(|peer| Noted::Left(from, peer.name)),
+            );
             self.bereft.get_or_insert(now);
             return outcome;
         }
@@ -144,13 +160,20 @@ impl Peers {
             outcome.noted.push(Noted::Came(from, batch.name.clone()));
             outcome.wishes.push(Wish::Ask(from));
             let standing = Standing::Behind(Behind::new(now));
-            let peer =
-                Peer { name: batch.name.clone(), heard: now, draining: false, standing, mirror: Mirror::default() };
+            let peer = Peer {
+                name: batch.name.clone(),
+                heard: now,
+                draining: false,
+                standing,
+                mirror: Mirror::default(),
+            };
             self.peers.insert(from, peer);
         }
         let room = self.room();
         self.count_others(from);
-        let Some(peer) = self.peers.get_mut(&from) else { return outcome };
+        let Some(peer) = self.peers.get_mut(&from) else {
+            return outcome;
+        };
         peer.heard = now;
         peer.draining |= batch.draining;
         if !peer.hear(batch, world, rng, room) {
@@ -162,14 +185,26 @@ impl Peers {
     }
 
     /// Part of what a peer was asked for.
-    pub fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
+    pub fn take(
+        &mut self,
+        part: SnapshotPart,
+        world: &World<'_>,
+        now: Instant,
+        rng: &mut impl Rng,
+    ) -> Outcome {
         let (from, mut outcome) = (ReplicaId(part.replica), Outcome::default());
         let room = self.room();
         self.count_others(from);
-        let Some(peer) = self.peers.get_mut(&from) else { return outcome };
+        let Some(peer) = self.peers.get_mut(&from) else {
+            return outcome;
+        };
         peer.heard = now;
-        let Standing::Behind(behind) = &mut peer.standing else { return outcome };
-        let Some((events, last)) = behind.collect(part, now, room) else { return outcome };
+        let Standing::Behind(behind) = &mut peer.standing else {
+            return outcome;
+        };
+        let Some((events, last)) = behind.collect(part, now, room) else {
+            return outcome;
+        };
         let later = std::mem::take(&mut behind.later);
         peer.replace(events, world, rng);
         peer.standing = Standing::Level { last };
@@ -215,20 +250,28 @@ impl Peers {
 
     #[cfg(test)]
     pub(super) fn blocks_by_peer(&self) -> Vec<usize> {
-        self.peers.values().map(|peer| peer.mirror.totals().blocks).collect()
+        self.peers
+            .values()
+            .map(|peer| peer.mirror.totals().blocks)
+            .collect()
     }
 
     /// Time goes by.
     pub fn look(&mut self, world: &World<'_>, now: Instant) -> Outcome {
         let mut outcome = Outcome::default();
-        let since = self.looked.replace(now).map(|looked| now.saturating_duration_since(looked));
+        let since = self
+            .looked
+            .replace(now)
+            .map(|looked| now.saturating_duration_since(looked));
         if since.is_some_and(|since| since > self.lease / 2) {
             // We were not there ourselves, so nobody can have been heard.
             self.peers.values_mut().for_each(|peer| peer.heard = now);
         }
         let silent = |peer: &Peer| now.saturating_duration_since(peer.heard) > self.lease;
         for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
-            outcome.noted.push(Noted::Silent(id, peer.name, peer.mirror.len()));
+            outcome
+                .noted
+                .push(Noted::Silent(id, peer.name, peer.mirror.len()));
             self.bereft.get_or_insert(now);
         }
         for (id, peer) in &mut self.peers {
@@ -245,7 +288,9 @@ impl Peers {
 
     /// Whether everything is known that those told of whom we know.
     pub(super) fn are_level(&self) -> bool {
-        self.peers.values().all(|peer| matches!(peer.standing, Standing::Level { .. }))
+        self.peers
+            .values()
+            .all(|peer| matches!(peer.standing, Standing::Level { .. }))
     }
 
     /// Whether it is for us to see to what those have left behind who are gone: of those who are there, for the one with the
@@ -253,7 +298,9 @@ impl Peers {
     /// answered with yes once.
     pub(super) fn inherit(&mut self, now: Instant) -> bool {
         let is_first = self.peers.keys().all(|peer| self.own < *peer);
-        let is_due = |since: &mut Instant| is_first || now.saturating_duration_since(*since) > self.lease * 2;
+        let is_due = |since: &mut Instant| {
+            is_first || now.saturating_duration_since(*since) > self.lease * 2
+        };
         self.bereft.take_if(is_due).is_some()
     }
 
@@ -305,7 +352,11 @@ impl Peer {
             Standing::Level { last } if batch.sequence == last.saturating_add(1) => {
                 *last = batch.sequence;
                 let mut names = Names::new(rng, world.key);
-                for told in batch.events.into_iter().filter_map(|event| wire::told(event, &mut names)) {
+                for told in batch
+                    .events
+                    .into_iter()
+                    .filter_map(|event| wire::told(event, &mut names))
+                {
                     if let Told::Load(News::Booked { bookings, .. }) = &told {
                         bookings.iter().for_each(|booking| (world.booked)(booking));
                     }
@@ -346,7 +397,14 @@ impl Standing {
 
 impl Behind {
     fn new(asked: Instant) -> Self {
-        Self { asked, parts: Vec::new(), next_part: 0, of: 0, later: Vec::new(), bytes: 0 }
+        Self {
+            asked,
+            parts: Vec::new(),
+            next_part: 0,
+            of: 0,
+            later: Vec::new(),
+            bytes: 0,
+        }
     }
 
     /// Keeps a batch for later. Where there are too many, what comes after shows that some are missing.
@@ -360,20 +418,34 @@ impl Behind {
 
     /// Everything and the batch up to which it is, once the last part is there. The first part of an answer begins anew,
     /// because the peer may have been asked twice.
-    fn collect(&mut self, part: SnapshotPart, now: Instant, room: usize) -> Option<(Vec<Event>, u64)> {
+    fn collect(
+        &mut self,
+        part: SnapshotPart,
+        now: Instant,
+        room: usize,
+    ) -> Option<(Vec<Event>, u64)> {
         if part.part == 0 {
             (self.next_part, self.of) = (0, part.sequence);
             self.parts.clear();
-            self.bytes = self.later.iter().map(|batch| wire::decoded_bytes(&batch.events, batch.encoded_len())).sum();
+            self.bytes = self
+                .later
+                .iter()
+                .map(|batch| wire::decoded_bytes(&batch.events, batch.encoded_len()))
+                .sum();
         }
         let bytes = wire::decoded_bytes(&part.events, part.encoded_len());
-        if part.part != self.next_part || part.sequence != self.of || part.part >= MOST_PARTS || bytes > room {
+        if part.part != self.next_part
+            || part.sequence != self.of
+            || part.part >= MOST_PARTS
+            || bytes > room
+        {
             return None;
         }
         self.bytes += bytes;
         self.next_part += 1;
         self.asked = now;
         self.parts.extend(part.events);
-        part.last.then(|| (std::mem::take(&mut self.parts), self.of))
+        part.last
+            .then(|| (std::mem::take(&mut self.parts), self.of))
     }
 }

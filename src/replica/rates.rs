@@ -41,14 +41,21 @@ impl Rates {
         let tally = self.kinds.entry(kind).or_default();
         let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
         tally.bookings += 1.0;
-        tally.prefill_tokens += if booking.track_prefill { uncached as f64 } else { 0.0 };
+        tally.prefill_tokens += if booking.track_prefill {
+            uncached as f64
+        } else {
+            0.0
+        };
         tally.blocks += booking.sequences.blocks() as f64;
     }
 
     /// A word of ours came back after so long.
     pub(super) fn took(&mut self, time: Duration) {
         let seconds = time.as_secs_f64();
-        self.delay = Some(self.delay.map_or(seconds, |delay| delay + (seconds - delay) / 8.0));
+        self.delay = Some(
+            self.delay
+                .map_or(seconds, |delay| delay + (seconds - delay) / 8.0),
+        );
     }
 
     /// Nobody hears anybody.
@@ -73,18 +80,30 @@ impl Rates {
         let delay = self.delay.unwrap_or_default() + gathered.as_secs_f64();
         let mut all = HashMap::new();
         for (kind, tally) in &mut self.kinds {
-            let follow = |rate: &mut f64, sum: &mut f64| *rate += share * (std::mem::take(sum) / seconds - *rate);
+            let follow = |rate: &mut f64, sum: &mut f64| {
+                *rate += share * (std::mem::take(sum) / seconds - *rate)
+            };
             follow(&mut tally.rate, &mut tally.bookings);
             follow(&mut tally.prefill_token_rate, &mut tally.prefill_tokens);
             follow(&mut tally.block_rate, &mut tally.blocks);
             let bookings = tally.rate * delay;
             if bookings >= NEXT_TO_NONE {
                 let each = |rate: f64| (rate / tally.rate).round() as u64;
-                let (prefill_tokens, blocks) = (each(tally.prefill_token_rate), each(tally.block_rate));
-                all.insert(kind.clone(), Unheard { bookings, prefill_tokens, blocks, ranks: ranks(kind) });
+                let (prefill_tokens, blocks) =
+                    (each(tally.prefill_token_rate), each(tally.block_rate));
+                all.insert(
+                    kind.clone(),
+                    Unheard {
+                        bookings,
+                        prefill_tokens,
+                        blocks,
+                        ranks: ranks(kind),
+                    },
+                );
             }
         }
-        self.kinds.retain(|_, tally| tally.rate * delay >= NEXT_TO_NONE / 1e3);
+        self.kinds
+            .retain(|_, tally| tally.rate * delay >= NEXT_TO_NONE / 1e3);
         all
     }
 }
@@ -98,8 +117,13 @@ mod tests {
     fn booking(tokens: u64) -> Booking {
         Booking {
             slot: Slot(0),
-            rank: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
-            sequences: (0..4).map(crate::block::SequenceHash).collect::<Sequences>(),
+            rank: WorkerRank {
+                worker: WorkerId(1),
+                rank: DpRank(0),
+            },
+            sequences: (0..4)
+                .map(crate::block::SequenceHash)
+                .collect::<Sequences>(),
             prompt_tokens: tokens,
             cached_tokens: 10,
             track_prefill: true,
@@ -111,17 +135,23 @@ mod tests {
     #[test]
     fn as_many_are_under_way_as_come_in_the_time_of_a_word() {
         let (mut rates, kind) = (Rates::default(), || (ModelName::from("m"), Until::End));
-        let look = |rates: &mut Rates| rates.look(Duration::from_millis(100), Duration::from_millis(1), |_| 5);
+        let look = |rates: &mut Rates| {
+            rates.look(Duration::from_millis(100), Duration::from_millis(1), |_| 5)
+        };
         assert_eq!(look(&mut rates), HashMap::new());
         rates.took(Duration::from_millis(4));
         for _ in 0..100 {
-            (0..40).for_each(|nth| rates.note(kind(), &booking(if nth % 2 == 0 { 110 } else { 310 })));
+            (0..40)
+                .for_each(|nth| rates.note(kind(), &booking(if nth % 2 == 0 { 110 } else { 310 })));
             look(&mut rates);
         }
         (0..40).for_each(|_| rates.note(kind(), &booking(210)));
         let found = look(&mut rates)[&kind()];
         assert!((found.bookings - 400.0 * 0.005).abs() < 0.01, "{found:?}");
-        assert_eq!((found.prefill_tokens, found.blocks, found.ranks), (200, 4, 5));
+        assert_eq!(
+            (found.prefill_tokens, found.blocks, found.ranks),
+            (200, 4, 5)
+        );
         // And none once they have ceased.
         (0..200).for_each(|_| drop(look(&mut rates)));
         assert_eq!(look(&mut rates), HashMap::new());

@@ -99,8 +99,11 @@ impl Replica {
         let (tell, news) = mpsc::unbounded_channel();
         let router = entrance.router().clone();
         let (of_load, of_router) = (tell.clone(), tell.clone());
-        router.load().on_news(move |news| _ = of_load.send(Told::Load(news)));
-        router.on_overloaded(move |worker, left| _ = of_router.send(Told::Overloaded(worker, left)));
+        router
+            .load()
+            .on_news(move |news| _ = of_load.send(Told::Load(news)));
+        router
+            .on_overloaded(move |worker, left| _ = of_router.send(Told::Overloaded(worker, left)));
         let (of_predictions, gate) = (tell.clone(), Arc::<Gate>::default());
         let admits = gate.clone();
         router.on_routed(move |member, prompts| {
@@ -110,8 +113,16 @@ impl Replica {
         });
         let peers = Peers::new(id, settings.lease.get());
         let random = SmallRng::seed_from_u64(rand::random());
-        let state = State { own: Own::new(id, name).with_key(key.clone()), peers, random };
-        let starting = Starting { guard: ready, until: Instant::now() + settings.wait.get(), greeted: None };
+        let state = State {
+            own: Own::new(id, name).with_key(key.clone()),
+            peers,
+            random,
+        };
+        let starting = Starting {
+            guard: ready,
+            until: Instant::now() + settings.wait.get(),
+            greeted: None,
+        };
         let replica = Arc::new(Self {
             settings: settings.clone(),
             id,
@@ -219,8 +230,15 @@ impl Replica {
 
     /// There is no way to the others, because of something that has to be mended. Nothing of what happens here is kept for
     /// longer than needed, and nobody waits for anybody.
-    async fn alone(&self, news: &mut mpsc::UnboundedReceiver<Told>, error: &anyhow::Error) -> anyhow::Result<()> {
-        warn!(error = format!("{error:#}"), "NATS cannot be used; decisions know only of bookings of this replica");
+    async fn alone(
+        &self,
+        news: &mut mpsc::UnboundedReceiver<Told>,
+        error: &anyhow::Error,
+    ) -> anyhow::Result<()> {
+        warn!(
+            error = format!("{error:#}"),
+            "NATS cannot be used; decisions know only of bookings of this replica"
+        );
         let until = tokio::time::Instant::now() + AGAIN;
         let (mut looks, mut taken) = (every(LOOK), Vec::with_capacity(AT_ONCE));
         loop {
@@ -249,7 +267,14 @@ impl Replica {
     pub async fn farewell(&self) {
         let link = self.link.lock().take();
         let Some(link) = link else { return };
-        self.sign(&link, Batch { leaving: true, ..Batch::default() }).await;
+        self.sign(
+            &link,
+            Batch {
+                leaving: true,
+                ..Batch::default()
+            },
+        )
+        .await;
         link.flush().await;
     }
 
@@ -258,25 +283,35 @@ impl Replica {
         match heard {
             Heard::State(Some(state)) => self.changed(link, &state).await,
             Heard::Echo(Some(message)) => {
-                let sent = message.payload[..].try_into().map(u64::from_be_bytes).map(Duration::from_nanos);
-                let took = sent.ok().and_then(|sent| self.began.elapsed().checked_sub(sent));
-                took.into_iter().for_each(|took| self.rates.lock().0.took(took));
+                let sent = message.payload[..]
+                    .try_into()
+                    .map(u64::from_be_bytes)
+                    .map(Duration::from_nanos);
+                let took = sent
+                    .ok()
+                    .and_then(|sent| self.began.elapsed().checked_sub(sent));
+                took.into_iter()
+                    .for_each(|took| self.rates.lock().0.took(took));
             }
             Heard::Batch(Some(message)) if link.is_own(&message.subject) => {}
             Heard::Batch(Some(message)) => match Batch::decode(message.payload) {
-                Ok(batch) if !link.is_of(&message.subject, ReplicaId(batch.replica)) => self.count("garbage"),
+                Ok(batch) if !link.is_of(&message.subject, ReplicaId(batch.replica)) => {
+                    self.count("garbage")
+                }
                 Ok(batch) => {
                     self.count("received");
-                    let outcome =
-                        self.within(|State { peers, random, .. }, world, now| peers.hear(batch, world, now, random));
+                    let outcome = self.within(|State { peers, random, .. }, world, now| {
+                        peers.hear(batch, world, now, random)
+                    });
                     self.settle(link, outcome).await;
                 }
                 Err(error) => self.garbage(&error),
             },
             Heard::Answer(Some(message)) => match SnapshotPart::decode(message.payload) {
                 Ok(part) => {
-                    let outcome =
-                        self.within(|State { peers, random, .. }, world, now| peers.take(part, world, now, random));
+                    let outcome = self.within(|State { peers, random, .. }, world, now| {
+                        peers.take(part, world, now, random)
+                    });
                     self.settle(link, outcome).await;
                 }
                 Err(error) => self.garbage(&error),
@@ -286,7 +321,11 @@ impl Replica {
                     self.answer(link, reply.to_string()).await;
                 }
             }
-            Heard::Batch(None) | Heard::Ask(None) | Heard::Answer(None) | Heard::Echo(None) | Heard::State(None) => {
+            Heard::Batch(None)
+            | Heard::Ask(None)
+            | Heard::Answer(None)
+            | Heard::Echo(None)
+            | Heard::State(None) => {
                 bail!("the connection has ended for good")
             }
         }
@@ -305,7 +344,12 @@ impl Replica {
     }
 
     fn note_words(&self) {
-        let words: Vec<_> = self.entrance.sessions().into_iter().flat_map(|sessions| sessions.words()).collect();
+        let words: Vec<_> = self
+            .entrance
+            .sessions()
+            .into_iter()
+            .flat_map(|sessions| sessions.words())
+            .collect();
         self.note(words.into_iter().map(Told::Session));
     }
 
@@ -313,7 +357,15 @@ impl Replica {
     async fn sign(&self, link: &Link, kind: Batch) {
         self.tell(link).await;
         let sign = self.state.lock().own.sign();
-        self.send(link, &Batch { hello: kind.hello, leaving: kind.leaving, ..sign }).await;
+        self.send(
+            link,
+            &Batch {
+                hello: kind.hello,
+                leaving: kind.leaving,
+                ..sign
+            },
+        )
+        .await;
     }
 
     /// Tells what happened here.
@@ -331,15 +383,27 @@ impl Replica {
 
     /// Tells one who asked how everything stands.
     async fn answer(&self, link: &Link, to: String) {
-        let mut sessions = self.entrance.sessions().map(|sessions| sessions.all_words()).unwrap_or_default();
+        let mut sessions = self
+            .entrance
+            .sessions()
+            .map(|sessions| sessions.all_words())
+            .unwrap_or_default();
         let marks = self.entrance.router().overload_marks();
         self.tell(link).await;
         let parts = {
             let State { own, peers, .. } = &*self.state.lock();
             // Who is there tells of its own sessions itself.
             sessions.retain(|word| !peers.knows(ReplicaId(word.by())));
-            let marks = marks.into_iter().map(|(worker, left)| Told::Overloaded(worker, left));
-            own.snapshot(&sessions.into_iter().map(Told::Session).chain(marks).collect::<Vec<_>>())
+            let marks = marks
+                .into_iter()
+                .map(|(worker, left)| Told::Overloaded(worker, left));
+            own.snapshot(
+                &sessions
+                    .into_iter()
+                    .map(Told::Session)
+                    .chain(marks)
+                    .collect::<Vec<_>>(),
+            )
         };
         for part in &parts {
             if !link.answer(to.clone(), part).await {
@@ -366,7 +430,9 @@ impl Replica {
         }
         self.metrics.replica_connected.set(i64::from(is_up));
         match (was_up, is_up) {
-            (false, true) => info!(replica = %self.id, group = self.settings.group, "connected to NATS"),
+            (false, true) => {
+                info!(replica = %self.id, group = self.settings.group, "connected to NATS")
+            }
             (true, false) => {
                 warn!(%event, "NATS is gone; decisions know only of bookings of this replica until it is back");
             }
@@ -377,7 +443,14 @@ impl Replica {
         }
         self.complained.lock().clear();
         self.state.lock().own.limit(link.most_bytes());
-        self.sign(link, Batch { hello: true, ..Batch::default() }).await;
+        self.sign(
+            link,
+            Batch {
+                hello: true,
+                ..Batch::default()
+            },
+        )
+        .await;
         if let Some(starting) = &mut *self.starting.lock() {
             starting.greeted.get_or_insert_with(Instant::now);
         }
@@ -406,7 +479,11 @@ impl Replica {
         let ended = starting.take_if(is_over);
         drop(starting);
         if let Some(Starting { guard, until, .. }) = ended {
-            if now >= until { guard.give_up() } else { guard.done() }
+            if now >= until {
+                guard.give_up()
+            } else {
+                guard.done()
+            }
         }
         outcome
     }
@@ -422,7 +499,8 @@ impl Replica {
         let fleet = router.fleet();
         let ranks = |(model, until): &Kind| {
             let is_asked = |member: &&Member| {
-                member.worker.model == *model && (member.worker.role == Role::Prefill) == (*until == Until::FirstToken)
+                member.worker.model == *model
+                    && (member.worker.role == Role::Prefill) == (*until == Until::FirstToken)
             };
             fleet.members().filter(is_asked).count()
         };
@@ -441,17 +519,27 @@ impl Replica {
             overloaded: &|worker, left| router.mark_overloaded(worker, left),
             booked: &|booking| {
                 if let Some(member) = fleet.slot(booking.rank).and_then(|slot| fleet.member(slot)) {
-                    self.rates.lock().0.note((member.worker.model.clone(), booking.until), booking);
+                    self.rates
+                        .lock()
+                        .0
+                        .note((member.worker.model.clone(), booking.until), booking);
                 }
             },
             routed: &|routed| router.routed_elsewhere(routed),
-            first_token: &|name| self.first_token.get().into_iter().for_each(|hear| hear(name)),
+            first_token: &|name| {
+                self.first_token
+                    .get()
+                    .into_iter()
+                    .for_each(|hear| hear(name))
+            },
         };
         let mut state = self.state.lock();
         let outcome = work(&mut state, &world, Instant::now());
         self.metrics.replica_peers.set(state.peers.len() as i64);
         self.gate.heard_by(state.peers.len());
-        self.metrics.replica_reservations.set(state.peers.reservations() as i64);
+        self.metrics
+            .replica_reservations
+            .set(state.peers.reservations() as i64);
         outcome
     }
 
@@ -488,7 +576,10 @@ impl Replica {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics.replica_messages.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .replica_messages
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 }
 

@@ -27,7 +27,10 @@ const LEASE: Duration = Duration::from_secs(5);
 const RANKS: u64 = 4;
 
 fn rank(worker: u64) -> WorkerRank {
-    WorkerRank { worker: WorkerId(worker), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(0),
+    }
 }
 
 /// One replica, with slots of its own for the same ranks.
@@ -87,7 +90,8 @@ impl Replica {
     }
 
     fn learn(&mut self, known: u64) {
-        (self.known..known).for_each(|worker| self.load.open(Self::slot(self.first, worker), rank(worker)));
+        (self.known..known)
+            .for_each(|worker| self.load.open(Self::slot(self.first, worker), rank(worker)));
         self.known = self.known.max(known);
         self.generation += 1;
     }
@@ -104,12 +108,19 @@ impl Replica {
         Booking {
             slot: Self::slot(self.first, worker),
             rank: rank(worker),
-            sequences: blocks.iter().map(|block| SequenceHash(*block)).collect::<Sequences>(),
+            sequences: blocks
+                .iter()
+                .map(|block| SequenceHash(*block))
+                .collect::<Sequences>(),
             prompt_tokens: blocks.len() as u64 * 16 + 5,
             cached_tokens: 16,
             track_prefill: true,
             prefill_time: None,
-            until: if blocks.len() % 5 == 4 { Until::FirstToken } else { Until::End },
+            until: if blocks.len() % 5 == 4 {
+                Until::FirstToken
+            } else {
+                Until::End
+            },
         }
     }
 
@@ -121,7 +132,11 @@ impl Replica {
 
     fn moved(&mut self, at: usize, worker: u64) {
         let first = self.first;
-        let to = |booking: &Booking| Booking { slot: Self::slot(first, worker), rank: rank(worker), ..booking.clone() };
+        let to = |booking: &Booking| Booking {
+            slot: Self::slot(first, worker),
+            rank: rank(worker),
+            ..booking.clone()
+        };
         self.held[at].relocate(|_, booking| Some(to(booking)));
     }
 
@@ -129,7 +144,10 @@ impl Replica {
     fn batches(&mut self) -> Vec<Batch> {
         let news = std::mem::take(&mut *self.news.lock());
         let words = self.sessions.words();
-        let told = news.into_iter().map(Told::Load).chain(words.into_iter().map(Told::Session));
+        let told = news
+            .into_iter()
+            .map(Told::Load)
+            .chain(words.into_iter().map(Told::Session));
         told.for_each(|told| self.own.note(&told));
         self.own.batches()
     }
@@ -210,9 +228,18 @@ struct Site {
 impl Site {
     fn new(replicas: u64, seed: u64) -> Self {
         let clock = Arc::new(Mutex::new(Instant::now()));
-        let all = (1..=replicas).map(|number| Replica::new(number, &clock)).collect();
+        let all = (1..=replicas)
+            .map(|number| Replica::new(number, &clock))
+            .collect();
         let random = SmallRng::seed_from_u64(seed);
-        Self { replicas: all, clock, started: replicas, lossy: false, random, noted: Vec::new() }
+        Self {
+            replicas: all,
+            clock,
+            started: replicas,
+            lossy: false,
+            random,
+            noted: Vec::new(),
+        }
     }
 
     fn now(&self) -> Instant {
@@ -248,13 +275,21 @@ impl Site {
                 self.spread(at, vec![sign]);
             }
             Wish::Ask(peer) => {
-                let Some(asked) = self.replicas.iter().position(|replica| replica.id == *peer) else { return };
+                let Some(asked) = self.replicas.iter().position(|replica| replica.id == *peer)
+                else {
+                    return;
+                };
                 if self.copies() == 0 {
                     return;
                 }
                 self.tell(asked);
                 let asked = &self.replicas[asked];
-                let sessions: Vec<Told> = asked.sessions.all_words().into_iter().map(Told::Session).collect();
+                let sessions: Vec<Told> = asked
+                    .sessions
+                    .all_words()
+                    .into_iter()
+                    .map(Told::Session)
+                    .collect();
                 for part in asked.own.snapshot(&sessions) {
                     self.deliver(at, &Sent::Part(part));
                 }
@@ -299,7 +334,9 @@ impl Site {
             .flat_map(|replica| replica.own.alive())
             .map(|live| {
                 let mut live = live.clone();
-                let located = |booking: &mut Booking| booking.slot = Replica::slot(slot_first, booking.rank.worker.0);
+                let located = |booking: &mut Booking| {
+                    booking.slot = Replica::slot(slot_first, booking.rank.worker.0)
+                };
                 live.bookings.iter_mut().for_each(located);
                 load.mirror(&live).unwrap()
             })
@@ -313,7 +350,11 @@ impl Site {
 /// Something that happens at one of the replicas.
 #[derive(Clone, Debug)]
 enum Step {
-    Book { worker: u64, prompt: u64, blocks: u64 },
+    Book {
+        worker: u64,
+        prompt: u64,
+        blocks: u64,
+    },
     FirstToken(usize),
     Output(usize, usize, Option<f64>),
     Move(usize, u64),
@@ -343,19 +384,38 @@ fn perform(site: &mut Site, at: usize, step: &Step) {
     let replica = &mut site.replicas[at];
     let held = replica.held.len().max(1);
     match *step {
-        Step::Book { worker, prompt, blocks } => {
+        Step::Book {
+            worker,
+            prompt,
+            blocks,
+        } => {
             let blocks: Vec<u64> = (0..blocks).map(|block| prompt * 1000 + block).collect();
             replica.book(worker, &blocks);
         }
-        Step::FirstToken(nth) => replica.held.get_mut(nth % held).into_iter().for_each(|held| _ = held.first_token()),
+        Step::FirstToken(nth) => replica
+            .held
+            .get_mut(nth % held)
+            .into_iter()
+            .for_each(|held| _ = held.first_token()),
         Step::Output(nth, count, of) => {
-            replica.held.get_mut(nth % held).into_iter().for_each(|held| held.output_blocks(count, of));
+            replica
+                .held
+                .get_mut(nth % held)
+                .into_iter()
+                .for_each(|held| held.output_blocks(count, of));
         }
         Step::Move(nth, worker) if !replica.held.is_empty() => replica.moved(nth % held, worker),
-        Step::Release(nth) if !replica.held.is_empty() => drop(replica.held.swap_remove(nth % held)),
+        Step::Release(nth) if !replica.held.is_empty() => {
+            drop(replica.held.swap_remove(nth % held))
+        }
         Step::Session(id, worker) => {
             let id = format!("s{id}");
-            let name = SessionName { id: &id, parent: None, model: Some("m"), tenant: None };
+            let name = SessionName {
+                id: &id,
+                parent: None,
+                model: Some("m"),
+                tenant: None,
+            };
             match replica.sessions.enter(name) {
                 Ok(Entry::First(binding)) => drop(binding.bind(rank(worker))),
                 Ok(Entry::Bound(mut hold)) => hold.rebind(rank(worker)),
@@ -428,11 +488,22 @@ fn without_losses_nobody_is_asked_twice() {
     site.heal();
     site.noted.clear();
     for turn in 0..200_usize {
-        perform(&mut site, turn, &Step::Book { worker: turn as u64 % RANKS, prompt: 1, blocks: 3 });
+        perform(
+            &mut site,
+            turn,
+            &Step::Book {
+                worker: turn as u64 % RANKS,
+                prompt: 1,
+                blocks: 3,
+            },
+        );
         site.tell(turn % 3);
     }
     assert_eq!(site.noted, []);
-    assert_eq!(site.replicas[0].peers.reservations() + site.replicas[0].held.len(), 200);
+    assert_eq!(
+        site.replicas[0].peers.reservations() + site.replicas[0].held.len(),
+        200
+    );
 }
 
 #[test]
@@ -440,7 +511,10 @@ fn a_peer_that_falls_silent_loses_its_reservations_and_has_them_again_when_it_is
     let mut site = Site::new(2, 1);
     site.replicas[1].book(2, &[1, 2, 3]);
     site.heal();
-    let (of, silent) = (site.replicas[1].id, Noted::Silent(site.replicas[1].id, "r2".to_owned(), 1));
+    let (of, silent) = (
+        site.replicas[1].id,
+        Noted::Silent(site.replicas[1].id, "r2".to_owned(), 1),
+    );
     let active = |site: &Site| site.replicas[0].loads()[2].active_blocks;
     assert_eq!(active(&site), 3);
     for _ in 0..6 {
@@ -450,11 +524,20 @@ fn a_peer_that_falls_silent_loses_its_reservations_and_has_them_again_when_it_is
     assert_eq!((active(&site), site.noted.last()), (0, Some(&silent)));
     let sign = site.replicas[1].own.sign();
     site.deliver(0, &Sent::Batch(sign));
-    assert_eq!((active(&site), site.noted.last()), (3, Some(&Noted::Level(of, 1))));
+    assert_eq!(
+        (active(&site), site.noted.last()),
+        (3, Some(&Noted::Level(of, 1)))
+    );
     // One that says goodbye loses them at once.
-    let leaving = Batch { leaving: true, ..site.replicas[1].own.sign() };
+    let leaving = Batch {
+        leaving: true,
+        ..site.replicas[1].own.sign()
+    };
     site.deliver(0, &Sent::Batch(leaving));
-    assert_eq!((active(&site), site.noted.last()), (0, Some(&Noted::Left(of, "r2".to_owned()))));
+    assert_eq!(
+        (active(&site), site.noted.last()),
+        (0, Some(&Noted::Left(of, "r2".to_owned())))
+    );
 }
 
 #[test]
@@ -462,7 +545,10 @@ fn what_is_booked_on_a_worker_that_is_not_known_yet_counts_as_soon_as_it_is() {
     let clock = Arc::new(Mutex::new(Instant::now()));
     let mut site = Site::new(2, 1);
     site.clock = clock.clone();
-    let late = Replica { known: 0, ..Replica::new(9, &clock) };
+    let late = Replica {
+        known: 0,
+        ..Replica::new(9, &clock)
+    };
     (0..RANKS).for_each(|worker| late.load.close(Replica::slot(late.first, worker)));
     site.replicas[1] = late;
     site.replicas[0].book(3, &[1, 2]);
@@ -485,18 +571,29 @@ fn what_is_booked_counts_on_whichever_slot_its_worker_has_and_wherever_it_goes()
     assert_eq!(site.replicas[1].loads(), site.truth());
     // By a snapshot, too.
     site.replicas[1].rearrange();
-    let behind = Batch { sequence: 99, ..site.replicas[0].own.sign() };
+    let behind = Batch {
+        sequence: 99,
+        ..site.replicas[0].own.sign()
+    };
     site.deliver(1, &Sent::Batch(behind));
     assert_eq!(site.replicas[1].loads(), site.truth());
     // To a worker that is not known yet.
-    let mut late = Replica { known: 0, ..Replica::new(9, &site.clock) };
+    let mut late = Replica {
+        known: 0,
+        ..Replica::new(9, &site.clock)
+    };
     (0..RANKS).for_each(|worker| late.load.close(Replica::slot(late.first, worker)));
     late.learn(3);
     site.replicas[1] = late;
     site.heal();
     site.replicas[0].moved(0, 3);
     site.heal();
-    assert!(site.replicas[1].loads().iter().all(|load| load.active_requests == 0));
+    assert!(
+        site.replicas[1]
+            .loads()
+            .iter()
+            .all(|load| load.active_requests == 0)
+    );
     site.replicas[1].learn(RANKS);
     site.deliver(1, &Sent::Look);
     assert_eq!(site.replicas[1].loads(), site.truth());
@@ -515,7 +612,9 @@ fn whoever_was_not_there_itself_takes_nobody_for_silent() {
 #[test]
 fn a_prompt_too_long_to_be_named_counts_whole_and_a_message_holds_no_more_than_it_may() {
     let mut site = Site::new(2, 1);
-    site.replicas.iter_mut().for_each(|replica| replica.own.limit(16 * 1024));
+    site.replicas
+        .iter_mut()
+        .for_each(|replica| replica.own.limit(16 * 1024));
     let blocks: Vec<u64> = (0..5000).collect();
     (0..20).for_each(|_| site.replicas[0].book(1, &blocks));
     let batches = site.replicas[0].batches();
@@ -534,20 +633,37 @@ fn a_prompt_too_long_to_be_named_counts_whole_and_a_message_holds_no_more_than_i
 #[test]
 fn what_comes_out_of_a_message_is_what_went_in() {
     let replica = Replica::new(1, &Arc::new(Mutex::new(Instant::now())));
-    let booking = Booking { prefill_time: Some(Duration::from_millis(5)), ..replica.booking(2, &[1, 2]) };
+    let booking = Booking {
+        prefill_time: Some(Duration::from_millis(5)),
+        ..replica.booking(2, &[1, 2])
+    };
     let id = crate::load::BookingId(7);
     let all = [
-        News::Booked { id, bookings: vec![booking.clone()] },
+        News::Booked {
+            id,
+            bookings: vec![booking.clone()],
+        },
         News::FirstToken(id),
-        News::OutputBlocks { id, count: 3, fraction: Some(0.25) },
-        News::Moved { id, to: Some(booking) },
+        News::OutputBlocks {
+            id,
+            count: 3,
+            fraction: Some(0.25),
+        },
+        News::Moved {
+            id,
+            to: Some(booking),
+        },
         News::Moved { id, to: None },
         News::Released(id),
     ];
     for news in all {
         let told = Told::Load(news);
         let event = Event::decode(&wire::event(&told, 100, None).encode_to_vec()[..]).unwrap();
-        let mut back = wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1), None)).unwrap();
+        let mut back = wire::told(
+            event,
+            &mut Names::new(&mut SmallRng::seed_from_u64(1), None),
+        )
+        .unwrap();
         if let Told::Load(News::Booked { bookings, .. }) = &mut back {
             bookings[0].slot = replica.booking(2, &[]).slot;
         }
@@ -557,33 +673,72 @@ fn what_comes_out_of_a_message_is_what_went_in() {
         assert_eq!(back, told);
     }
     let prompts = vec![vec![LocalHash(1), LocalHash(2)], vec![LocalHash(3)]];
-    let routed = Routed { rank: rank(2), block_size: BlockSize::new(16).unwrap(), prompts };
+    let routed = Routed {
+        rank: rank(2),
+        block_size: BlockSize::new(16).unwrap(),
+        prompts,
+    };
     let back = |most_named| {
         let event = wire::event(&Told::Routed(routed.clone()), most_named, None);
-        match wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1), None)) {
+        match wire::told(
+            event,
+            &mut Names::new(&mut SmallRng::seed_from_u64(1), None),
+        ) {
             Some(Told::Routed(routed)) => routed,
             other => panic!("{other:?}"),
         }
     };
     assert_eq!(back(100), routed);
-    assert_eq!(back(1).prompts, [vec![LocalHash(1)], vec![]], "as much of it as there is room for");
-    assert_eq!(wire::told(Event::default(), &mut Names::new(&mut SmallRng::seed_from_u64(1), None)), None);
+    assert_eq!(
+        back(1).prompts,
+        [vec![LocalHash(1)], vec![]],
+        "as much of it as there is room for"
+    );
+    assert_eq!(
+        wire::told(
+            Event::default(),
+            &mut Names::new(&mut SmallRng::seed_from_u64(1), None)
+        ),
+        None
+    );
 }
 
 #[test]
 fn routed_hashes_are_readable_with_the_key_only() {
     let key = |id: &str, byte| Key::new(id, [byte; Key::LEN]);
     let prompts = vec![vec![LocalHash(1), LocalHash(2)], vec![LocalHash(1)]];
-    let routed = Routed { rank: rank(2), block_size: BlockSize::new(16).unwrap(), prompts };
+    let routed = Routed {
+        rank: rank(2),
+        block_size: BlockSize::new(16).unwrap(),
+        prompts,
+    };
     let told = Told::Routed(routed.clone());
     let ours = key("a", 7);
     let event = wire::event(&told, 100, Some(&ours));
-    let Some(super::proto::event::Event::Routed(sent)) = &event.event else { panic!("{event:?}") };
-    let hashes: Vec<u64> = sent.prompts.iter().flat_map(|prompt| prompt.hashes.clone()).collect();
-    assert!(hashes.iter().all(|hash| ![1, 2].contains(hash)), "{hashes:?}");
+    let Some(super::proto::event::Event::Routed(sent)) = &event.event else {
+        panic!("{event:?}")
+    };
+    let hashes: Vec<u64> = sent
+        .prompts
+        .iter()
+        .flat_map(|prompt| prompt.hashes.clone())
+        .collect();
+    assert!(
+        hashes.iter().all(|hash| ![1, 2].contains(hash)),
+        "{hashes:?}"
+    );
     assert_ne!(hashes[0], hashes[2], "equal blocks look different");
-    assert_ne!(event, wire::event(&told, 100, Some(&ours)), "every message has its own nonce");
-    let read = |key: Option<&Key>| wire::told(event.clone(), &mut Names::new(&mut SmallRng::seed_from_u64(1), key));
+    assert_ne!(
+        event,
+        wire::event(&told, 100, Some(&ours)),
+        "every message has its own nonce"
+    );
+    let read = |key: Option<&Key>| {
+        wire::told(
+            event.clone(),
+            &mut Names::new(&mut SmallRng::seed_from_u64(1), key),
+        )
+    };
     assert_eq!(read(Some(&ours)), Some(told.clone()));
     assert_eq!((read(None), read(Some(&key("b", 7)))), (None, None));
     assert_ne!(read(Some(&key("a", 8))), Some(told));
@@ -605,10 +760,23 @@ fn empty_world(load: &Arc<LoadTracker>) -> World<'_> {
 }
 
 fn unnamed(id: u64, unnamed: u64) -> Event {
-    let prompt = super::proto::Prompt { blocks: Vec::new(), unnamed };
-    let booking = super::proto::Booking { worker: 1, prompts: vec![prompt], ..Default::default() };
-    let booked = super::proto::Booked { id, bookings: vec![booking], ..Default::default() };
-    Event { event: Some(super::proto::event::Event::Booked(booked)) }
+    let prompt = super::proto::Prompt {
+        blocks: Vec::new(),
+        unnamed,
+    };
+    let booking = super::proto::Booking {
+        worker: 1,
+        prompts: vec![prompt],
+        ..Default::default()
+    };
+    let booked = super::proto::Booked {
+        id,
+        bookings: vec![booking],
+        ..Default::default()
+    };
+    Event {
+        event: Some(super::proto::event::Event::Booked(booked)),
+    }
 }
 
 #[test]
@@ -616,13 +784,19 @@ fn each_reservation_of_a_snapshot_has_unnamed_blocks() {
     let mut random = SmallRng::seed_from_u64(1);
     let mut names = Names::new(&mut random, None);
     let mut blocks = |unnamed_blocks| match wire::told(unnamed(1, unnamed_blocks), &mut names) {
-        Some(Told::Load(News::Booked { bookings, .. })) => {
-            bookings.iter().flat_map(|booking| booking.sequences.prompts()).map(|prompt| prompt.len()).sum::<usize>()
-        }
+        Some(Told::Load(News::Booked { bookings, .. })) => bookings
+            .iter()
+            .flat_map(|booking| booking.sequences.prompts())
+            .map(|prompt| prompt.len())
+            .sum::<usize>(),
         other => panic!("{other:?}"),
     };
     assert_eq!([blocks(100_000), blocks(100_000)], [100_000, 100_000]);
-    assert_eq!(blocks(u64::MAX), MOST_BLOCKS - 200_000, "the whole message is bounded, too");
+    assert_eq!(
+        blocks(u64::MAX),
+        MOST_BLOCKS - 200_000,
+        "the whole message is bounded, too"
+    );
     assert_eq!(blocks(1), 0);
 }
 
@@ -633,16 +807,41 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
     for id in 0..1_000 {
         let event = unnamed(id, u64::MAX);
         assert!(event.encoded_len() < 60);
-        mirror.apply(wire::told(event, &mut Names::new(&mut random, None)).unwrap(), &world);
-        assert!(mirror.totals().blocks <= MOST_BLOCKS, "{}", mirror.totals().blocks);
+        mirror.apply(
+            wire::told(event, &mut Names::new(&mut random, None)).unwrap(),
+            &world,
+        );
+        assert!(
+            mirror.totals().blocks <= MOST_BLOCKS,
+            "{}",
+            mirror.totals().blocks
+        );
     }
-    assert_eq!((mirror.totals().blocks, mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
-    mirror.apply(Told::Load(News::Released(crate::load::BookingId(0))), &world);
+    assert_eq!(
+        (mirror.totals().blocks, mirror.len(), mirror.refused()),
+        (MOST_BLOCKS, 2, 998)
+    );
+    mirror.apply(
+        Told::Load(News::Released(crate::load::BookingId(0))),
+        &world,
+    );
     assert_eq!(mirror.totals().blocks, MOST_BLOCKS / 2);
-    let to_more = super::proto::Moved { id: 1, to: Some(booking_of(&unnamed(1, u64::MAX))) };
-    let moved = Event { event: Some(super::proto::event::Event::Moved(to_more)) };
-    mirror.apply(wire::told(moved, &mut Names::new(&mut random, None)).unwrap(), &world);
-    assert_eq!(mirror.totals().blocks, MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
+    let to_more = super::proto::Moved {
+        id: 1,
+        to: Some(booking_of(&unnamed(1, u64::MAX))),
+    };
+    let moved = Event {
+        event: Some(super::proto::event::Event::Moved(to_more)),
+    };
+    mirror.apply(
+        wire::told(moved, &mut Names::new(&mut random, None)).unwrap(),
+        &world,
+    );
+    assert_eq!(
+        mirror.totals().blocks,
+        MOST_BLOCKS / 2,
+        "a moved reservation is counted by what it is now"
+    );
     mirror.replace(Vec::new(), &world);
     assert_eq!((mirror.totals().blocks, mirror.len()), (0, 0));
 }
@@ -656,8 +855,23 @@ fn blocks_of_all_peers_are_bounded() {
     let mut peers = Peers::new(ReplicaId(0), LEASE);
     let mut receive = |replica, ids: std::ops::Range<u64>| {
         let events = ids.map(|id| unnamed(id, u64::MAX)).collect();
-        peers.hear(Batch { replica, sequence: 1, ..Batch::default() }, &world, now, &mut random);
-        let snapshot = SnapshotPart { replica, sequence: 1, last: true, events, ..SnapshotPart::default() };
+        peers.hear(
+            Batch {
+                replica,
+                sequence: 1,
+                ..Batch::default()
+            },
+            &world,
+            now,
+            &mut random,
+        );
+        let snapshot = SnapshotPart {
+            replica,
+            sequence: 1,
+            last: true,
+            events,
+            ..SnapshotPart::default()
+        };
         peers.take(snapshot, &world, now, &mut random);
         peers.blocks_by_peer()
     };
@@ -666,7 +880,16 @@ fn blocks_of_all_peers_are_bounded() {
     assert_eq!(receive(1, 0..10), [of_one]);
     assert_eq!(receive(2, 0..10), [of_one, left]);
     assert_eq!(receive(3, 0..10), [of_one, left, 0]);
-    peers.hear(Batch { replica: 1, leaving: true, ..Batch::default() }, &world, now, &mut random);
+    peers.hear(
+        Batch {
+            replica: 1,
+            leaving: true,
+            ..Batch::default()
+        },
+        &world,
+        now,
+        &mut random,
+    );
     assert_eq!(peers.blocks_by_peer(), [left, 0]);
 }
 
@@ -677,10 +900,20 @@ fn known_reservations_of_a_snapshot_have_limits() {
     let mut mirror = Mirror::default();
     let mut random = SmallRng::seed_from_u64(1);
     let mut named = |id: u64| {
-        let blocks = (0..MOST_BLOCKS as u64 / 4).map(|block| id << 32 | block).collect();
+        let blocks = (0..MOST_BLOCKS as u64 / 4)
+            .map(|block| id << 32 | block)
+            .collect();
         let prompt = super::proto::Prompt { blocks, unnamed: 0 };
-        let booking = super::proto::Booking { worker: 1, prompts: vec![prompt], ..Default::default() };
-        let booked = super::proto::Booked { id, bookings: vec![booking], ..Default::default() };
+        let booking = super::proto::Booking {
+            worker: 1,
+            prompts: vec![prompt],
+            ..Default::default()
+        };
+        let booked = super::proto::Booked {
+            id,
+            bookings: vec![booking],
+            ..Default::default()
+        };
         wire::live(booked, &mut Names::new(&mut random, None))
     };
     mirror.replace((1..=4).map(&mut named).collect(), &world);
@@ -705,12 +938,23 @@ fn batches_awaiting_snapshots_are_bounded() {
     for sequence in 1..40 {
         for replica in 1..20 {
             let name = "x".repeat(10_000);
-            let event = Event { event: Some(super::proto::event::Event::FirstTokenOf(name)) };
-            let batch = Batch { replica, sequence, events: vec![event], ..Batch::default() };
+            let event = Event {
+                event: Some(super::proto::event::Event::FirstTokenOf(name)),
+            };
+            let batch = Batch {
+                replica,
+                sequence,
+                events: vec![event],
+                ..Batch::default()
+            };
             peers.hear(batch, &world, now, &mut random);
         }
     }
-    assert!((900 << 10..=1 << 20).contains(&peers.pending_bytes()), "{}", peers.pending_bytes());
+    assert!(
+        (900 << 10..=1 << 20).contains(&peers.pending_bytes()),
+        "{}",
+        peers.pending_bytes()
+    );
 }
 
 #[test]
@@ -719,11 +963,34 @@ fn empty_events_awaiting_snapshots_count_their_memory() {
     let (world, now) = (empty_world(&load), Instant::now());
     let mut peers = Peers::new(ReplicaId(0), LEASE);
     let events = || vec![Event::default(); 1000];
-    let encoded = Batch { events: events(), ..Batch::default() }.encoded_len();
-    for sequence in 1..100 {
-        peers.hear(Batch { replica: 1, sequence, events: events(), ..Batch::default() }, &world, now, &mut random);
+    let encoded = Batch {
+        events: events(),
+        ..Batch::default()
     }
-    let [part, pending] = [wire::decoded_bytes(&events(), encoded), peers.pending_bytes()];
-    assert!(part >= 1000 * size_of::<Event>() && encoded < 2100, "{part}, {encoded}");
-    assert!(pending <= 1 << 20 && pending + part + 100 > 1 << 20, "{pending}");
+    .encoded_len();
+    for sequence in 1..100 {
+        peers.hear(
+            Batch {
+                replica: 1,
+                sequence,
+                events: events(),
+                ..Batch::default()
+            },
+            &world,
+            now,
+            &mut random,
+        );
+    }
+    let [part, pending] = [
+        wire::decoded_bytes(&events(), encoded),
+        peers.pending_bytes(),
+    ];
+    assert!(
+        part >= 1000 * size_of::<Event>() && encoded < 2100,
+        "{part}, {encoded}"
+    );
+    assert!(
+        pending <= 1 << 20 && pending + part + 100 > 1 << 20,
+        "{pending}"
+    );
 }

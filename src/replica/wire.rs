@@ -30,31 +30,52 @@ const MOST_OUTPUT: u64 = 1 << 20;
 /// What is told, with no more than so many blocks named.
 pub(super) fn event(told: &Told, most_named: usize, key: Option<&Key>) -> Event {
     let any = match told {
-        Told::Load(News::Booked { id, bookings: all }) => {
-            Any::Booked(proto::Booked { id: id.0, bookings: bookings(all, most_named), ..proto::Booked::default() })
-        }
+        Told::Load(News::Booked { id, bookings: all }) => Any::Booked(proto::Booked {
+            id: id.0,
+            bookings: bookings(all, most_named),
+            ..proto::Booked::default()
+        }),
         Told::Load(News::FirstToken(id)) => Any::FirstToken(id.0),
-        Told::Load(News::OutputBlocks { id, count, fraction }) => {
-            Any::OutputBlocks(proto::OutputBlocks { id: id.0, count: *count as u64, fraction: *fraction })
-        }
+        Told::Load(News::OutputBlocks {
+            id,
+            count,
+            fraction,
+        }) => Any::OutputBlocks(proto::OutputBlocks {
+            id: id.0,
+            count: *count as u64,
+            fraction: *fraction,
+        }),
         Told::Load(News::Moved { id, to }) => {
             let mut left = most_named;
-            Any::Moved(proto::Moved { id: id.0, to: to.as_ref().map(|to| booking(to, &mut left)) })
+            Any::Moved(proto::Moved {
+                id: id.0,
+                to: to.as_ref().map(|to| booking(to, &mut left)),
+            })
         }
         Told::Load(News::Released(id)) => Any::Released(id.0),
-        Told::Session(Word::Bound { session: key, target, stamp }) => Any::SessionBound(proto::SessionBound {
+        Told::Session(Word::Bound {
+            session: key,
+            target,
+            stamp,
+        }) => Any::SessionBound(proto::SessionBound {
             session: Some(session(key)),
             worker: target.worker.0,
             rank: target.rank.0,
             version: stamp.version,
             by: stamp.by,
         }),
-        Told::Session(Word::Ended { session: key, stamp }) => {
-            Any::SessionEnded(proto::SessionEnded { session: Some(session(key)), version: stamp.version, by: stamp.by })
-        }
-        Told::Overloaded(worker, left) => {
-            Any::Overloaded(proto::Overloaded { worker: worker.0, milliseconds: left.as_millis() as u64 })
-        }
+        Told::Session(Word::Ended {
+            session: key,
+            stamp,
+        }) => Any::SessionEnded(proto::SessionEnded {
+            session: Some(session(key)),
+            version: stamp.version,
+            by: stamp.by,
+        }),
+        Told::Overloaded(worker, left) => Any::Overloaded(proto::Overloaded {
+            worker: worker.0,
+            milliseconds: left.as_millis() as u64,
+        }),
         Told::FirstTokenOf(name) => Any::FirstTokenOf(name.clone()),
         Told::Routed(routed) => Any::Routed(sealed(self::routed(routed, most_named), key)),
     };
@@ -71,7 +92,9 @@ pub(super) fn alive(id: BookingId, live: &Live, most_named: usize) -> Event {
         fraction: live.fraction.unwrap_or_default(),
         whole_blocks: live.whole as u64,
     };
-    Event { event: Some(Any::Booked(booked)) }
+    Event {
+        event: Some(Any::Booked(booked)),
+    }
 }
 
 /// All bookings of a reservation, which share the names that a message has room for.
@@ -85,12 +108,20 @@ fn booking(booking: &Booking, left: &mut usize) -> proto::Booking {
         let named = hashes.len().min(*left);
         *left -= named;
         let blocks = hashes[..named].iter().map(|hash| hash.0).collect();
-        proto::Prompt { blocks, unnamed: (hashes.len() - named) as u64 }
+        proto::Prompt {
+            blocks,
+            unnamed: (hashes.len() - named) as u64,
+        }
     };
     proto::Booking {
         worker: booking.rank.worker.0,
         rank: booking.rank.rank.0,
-        prompts: booking.sequences.prompts().iter().map(&mut prompt).collect(),
+        prompts: booking
+            .sequences
+            .prompts()
+            .iter()
+            .map(&mut prompt)
+            .collect(),
         prompt_tokens: booking.prompt_tokens,
         cached_tokens: booking.cached_tokens,
         track_prefill: booking.track_prefill,
@@ -105,7 +136,9 @@ fn routed(routed: &Routed, most_named: usize) -> proto::Routed {
     let prompt = |locals: &Vec<LocalHash>| {
         let named = locals.len().min(left);
         left -= named;
-        proto::LocalBlocks { hashes: locals[..named].iter().map(|hash| hash.0).collect() }
+        proto::LocalBlocks {
+            hashes: locals[..named].iter().map(|hash| hash.0).collect(),
+        }
     };
     proto::Routed {
         worker: routed.rank.worker.0,
@@ -138,7 +171,10 @@ fn opened(mut routed: proto::Routed, key: Option<&Key>) -> Option<proto::Routed>
 }
 
 fn hashes(routed: &mut proto::Routed) -> impl Iterator<Item = &mut u64> {
-    routed.prompts.iter_mut().flat_map(|prompt| &mut prompt.hashes)
+    routed
+        .prompts
+        .iter_mut()
+        .flat_map(|prompt| &mut prompt.hashes)
 }
 
 fn session(key: &SessionKey) -> proto::Session {
@@ -153,7 +189,11 @@ fn session(key: &SessionKey) -> proto::Session {
 /// Upper estimate of the memory of decoded events. An empty list element has two encoded bytes but takes a whole struct in memory.
 /// The content of an element takes its encoded size. Lists grow by doubling.
 pub(super) fn decoded_bytes(events: &[Event], encoded: usize) -> usize {
-    let lists: usize = events.iter().filter_map(|event| event.event.as_ref()).map(list_bytes).sum();
+    let lists: usize = events
+        .iter()
+        .filter_map(|event| event.event.as_ref())
+        .map(list_bytes)
+        .sum();
     2 * (size_of_val(events) + lists + encoded)
 }
 
@@ -162,7 +202,8 @@ fn list_bytes(event: &Any) -> usize {
     let booking = |booking: &proto::Booking| size_of_val::<[_]>(&booking.prompts);
     match event {
         Any::Booked(booked) => {
-            size_of_val::<[_]>(&booked.bookings) + booked.bookings.iter().map(booking).sum::<usize>()
+            size_of_val::<[_]>(&booked.bookings)
+                + booked.bookings.iter().map(booking).sum::<usize>()
         }
         Any::Moved(moved) => moved.to.as_ref().map_or(0, booking),
         Any::Routed(routed) => size_of_val::<[_]>(&routed.prompts),
@@ -182,7 +223,12 @@ pub(super) struct Names<'r, R> {
 
 impl<'r, R: Rng> Names<'r, R> {
     pub(super) fn new(random: &'r mut R, key: Option<&'r Key>) -> Self {
-        Self { random, key, left: MOST_BLOCKS as u64, left_of_reservation: 0 }
+        Self {
+            random,
+            key,
+            left: MOST_BLOCKS as u64,
+            left_of_reservation: 0,
+        }
     }
 
     fn begin_reservation(&mut self) {
@@ -202,7 +248,10 @@ pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told
     Some(match event.event? {
         Any::Booked(told) => {
             let (id, live) = live(told, names);
-            Told::Load(News::Booked { id, bookings: live.bookings })
+            Told::Load(News::Booked {
+                id,
+                bookings: live.bookings,
+            })
         }
         Any::FirstToken(id) => Told::Load(News::FirstToken(BookingId(id))),
         Any::OutputBlocks(told) => Told::Load(News::OutputBlocks {
@@ -212,36 +261,53 @@ pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told
         }),
         Any::Moved(told) => {
             names.begin_reservation();
-            Told::Load(News::Moved { id: BookingId(told.id), to: told.to.map(|to| booking_of(to, names)) })
+            Told::Load(News::Moved {
+                id: BookingId(told.id),
+                to: told.to.map(|to| booking_of(to, names)),
+            })
         }
         Any::Released(id) => Told::Load(News::Released(BookingId(id))),
         Any::SessionBound(told) => Told::Session(Word::Bound {
             session: Arc::new(key(told.session?)),
             target: rank(told.worker, told.rank),
-            stamp: Stamp { version: told.version, by: told.by },
+            stamp: Stamp {
+                version: told.version,
+                by: told.by,
+            },
         }),
         Any::SessionEnded(told) => Told::Session(Word::Ended {
             session: Arc::new(key(told.session?)),
-            stamp: Stamp { version: told.version, by: told.by },
+            stamp: Stamp {
+                version: told.version,
+                by: told.by,
+            },
         }),
         Any::FirstTokenOf(name) => Told::FirstTokenOf(name),
         Any::Routed(told) => {
             let told = opened(told, names.key)?;
-            let prompt = |prompt: proto::LocalBlocks| prompt.hashes.into_iter().map(LocalHash).collect();
+            let prompt =
+                |prompt: proto::LocalBlocks| prompt.hashes.into_iter().map(LocalHash).collect();
             Told::Routed(Routed {
                 rank: rank(told.worker, told.rank),
                 block_size: BlockSize::new(told.block_size)?,
                 prompts: told.prompts.into_iter().map(prompt).collect(),
             })
         }
-        Any::Overloaded(told) => Told::Overloaded(WorkerId(told.worker), Duration::from_millis(told.milliseconds)),
+        Any::Overloaded(told) => Told::Overloaded(
+            WorkerId(told.worker),
+            Duration::from_millis(told.milliseconds),
+        ),
     })
 }
 
 /// A reservation as far as it had come.
 pub(super) fn live(told: proto::Booked, names: &mut Names<'_, impl Rng>) -> (BookingId, Live) {
     names.begin_reservation();
-    let bookings = told.bookings.into_iter().map(|told| booking_of(told, names)).collect();
+    let bookings = told
+        .bookings
+        .into_iter()
+        .map(|told| booking_of(told, names))
+        .collect();
     let count = |blocks: u64| blocks.min(MOST_OUTPUT) as usize;
     let live = Live {
         bookings,
@@ -256,7 +322,11 @@ pub(super) fn live(told: proto::Booked, names: &mut Names<'_, impl Rng>) -> (Boo
 fn booking_of(told: proto::Booking, names: &mut Names<'_, impl Rng>) -> Booking {
     let mut prompt = |told: proto::Prompt| -> Arc<[SequenceHash]> {
         let unnamed = names.make(told.unnamed);
-        told.blocks.into_iter().map(SequenceHash).chain(unnamed.iter().copied()).collect()
+        told.blocks
+            .into_iter()
+            .map(SequenceHash)
+            .chain(unnamed.iter().copied())
+            .collect()
     };
     Booking {
         slot: NOWHERE,
@@ -266,12 +336,19 @@ fn booking_of(told: proto::Booking, names: &mut Names<'_, impl Rng>) -> Booking 
         cached_tokens: told.cached_tokens,
         track_prefill: told.track_prefill,
         prefill_time: told.prefill_microseconds.map(Duration::from_micros),
-        until: if told.until_first_token { Until::FirstToken } else { Until::End },
+        until: if told.until_first_token {
+            Until::FirstToken
+        } else {
+            Until::End
+        },
     }
 }
 
 fn rank(worker: u64, rank: u32) -> WorkerRank {
-    WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) }
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(rank),
+    }
 }
 
 fn key(told: proto::Session) -> SessionKey {

@@ -58,7 +58,11 @@ impl Destination {
     /// A member of the fleet.
     pub fn of(member: &Member) -> Self {
         let Member { rank, worker, .. } = member;
-        Self { rank: *rank, endpoint: worker.endpoint, several_ranks: worker.ranks.size.get() > 1 }
+        Self {
+            rank: *rank,
+            endpoint: worker.endpoint,
+            several_ranks: worker.ranks.size.get() > 1,
+        }
     }
 }
 
@@ -338,16 +342,29 @@ impl Route {
         if cost.taint_factor != 1.0 {
             line.push_str(&format!(" taints={:.3}", cost.taint_factor));
         }
-        line.push_str(&format!(" blocks={} device={}", self.prompt_blocks, held.device));
-        let lower = [("host", held.host), ("disk", held.disk), ("external", held.external)];
+        line.push_str(&format!(
+            " blocks={} device={}",
+            self.prompt_blocks, held.device
+        ));
+        let lower = [
+            ("host", held.host),
+            ("disk", held.disk),
+            ("external", held.external),
+        ];
         for (tier, blocks) in lower.into_iter().filter(|(_, blocks)| *blocks > 0) {
             line.push_str(&format!(" {tier}={blocks}"));
         }
         if matches!(self.trust, Trust::Stale | Trust::CatchingUp) {
             line.push_str(&format!(" trust={}", self.trust.as_str()));
         }
-        let (cached, candidates, ties) = (self.predicted_cached_tokens, self.candidates, self.choice.ties);
-        line.push_str(&format!(" cached_tokens={cached} candidates={candidates} ties={ties}"));
+        let (cached, candidates, ties) = (
+            self.predicted_cached_tokens,
+            self.candidates,
+            self.choice.ties,
+        );
+        line.push_str(&format!(
+            " cached_tokens={cached} candidates={candidates} ties={ties}"
+        ));
         if self.unheard > 0 {
             line.push_str(&format!(" unheard={}", self.unheard));
         }
@@ -388,6 +405,10 @@ impl Route {
     /// Share of the prompt's blocks that the worker rank holds that computes the prompt.
     pub fn hit_rate(&self) -> f64 {
         let held = f64::from(self.computed_by().overlap.total());
-        if self.prompt_blocks == 0 { 0.0 } else { held / self.prompt_blocks as f64 }
+        if self.prompt_blocks == 0 {
+            0.0
+        } else {
+            held / self.prompt_blocks as f64
+        }
     }
 }

@@ -127,7 +127,10 @@ impl Router {
     pub fn explain_prepared(&self, mut prepared: Prepared, class: Option<&Class>) -> Explanation {
         let gate = class.map(|class| class.gate).unwrap_or_default();
         let explanation = self.explain_at(&mut prepared, &gate);
-        Explanation { class: class.map(|class| class.name.clone()), ..explanation }
+        Explanation {
+            class: class.map(|class| class.name.clone()),
+            ..explanation
+        }
     }
 
     fn explain_at(&self, prepared: &mut Prepared, gate: &Gate) -> Explanation {
@@ -136,40 +139,86 @@ impl Router {
             Ok(members) => members,
             Err(error) => return unrouted(prepared, error, Vec::new(), None),
         };
-        let mut seen = self.load.look(|view| self.see(view, prepared, members.clone(), gate));
+        let mut seen = self
+            .load
+            .look(|view| self.see(view, prepared, members.clone(), gate));
         // Soft affinity waits for nobody, here as in placing.
         if seen.busy && prepared.request.affinity.take().is_some() {
-            seen = self.load.look(|view| self.see(view, prepared, members, gate));
+            seen = self
+                .load
+                .look(|view| self.see(view, prepared, members, gate));
         }
-        let telling = Telling { prepared, seen: &seen };
+        let telling = Telling {
+            prepared,
+            seen: &seen,
+        };
         match &seen.decided {
             Ok(legs) => telling.routed(legs, self.describe(prepared, legs, &seen.standings)),
             Err(error) => {
                 let block_size = seen.members.first().map(|member| member.worker.block_size);
-                unrouted(prepared, *error, telling.unchosen_phases(*error), block_size)
+                unrouted(
+                    prepared,
+                    *error,
+                    telling.unchosen_phases(*error),
+                    block_size,
+                )
             }
         }
     }
 
     /// Everything that has to be of one instant. Nobody books meanwhile, so nothing is put into words here.
-    fn see<'f>(&self, view: &LoadView<'_>, prepared: &Prepared, members: Vec<&'f Member>, gate: &Gate) -> Seen<'f> {
+    fn see<'f>(
+        &self,
+        view: &LoadView<'_>,
+        prepared: &Prepared,
+        members: Vec<&'f Member>,
+        gate: &Gate,
+    ) -> Seen<'f> {
         let standings = Standings {
-            overloaded: self.overload.peek(&members, view.now(), |member| occupancy(view, member)),
+            overloaded: self
+                .overload
+                .peek(&members, view.now(), |member| occupancy(view, member)),
             unwell: self.health.unwell(view.now()),
         };
         let additional = prepared.blocks.additional(view, true);
-        let load = |member: &&Member| Some((view.load(member.slot, member.rank)?, additional.of(member.slot)));
+        let load = |member: &&Member| {
+            Some((
+                view.load(member.slot, member.rank)?,
+                additional.of(member.slot),
+            ))
+        };
         let loads = members.iter().map(load).collect();
         let kinds = Kinds::of(members.iter().map(|member| &*member.worker));
-        let pools = Pools::among((&members, kinds), &prepared.request, &prepared.settings, standings.clone());
+        let pools = Pools::among(
+            (&members, kinds),
+            &prepared.request,
+            &prepared.settings,
+            standings.clone(),
+        );
         let decide = |gate: &Gate| {
             let pools = pools.as_ref().map_err(|error| Undecided::Refused(*error))?;
-            let decision = Decision { prepared, pools, settings: &prepared.settings, gate, unheard: None };
+            let decision = Decision {
+                prepared,
+                pools,
+                settings: &prepared.settings,
+                gate,
+                unheard: None,
+            };
             decision.decide(view, &mut self.random.lock().clone())
         };
         let decided = decide(gate);
         let busy = matches!(decided, Err(Undecided::Busy));
-        let decided = if busy { decide(&Gate::default()) } else { decided };
-        Seen { members, standings, loads, busy, decided: decided.map_err(RouteError::from) }
+        let decided = if busy {
+            decide(&Gate::default())
+        } else {
+            decided
+        };
+        Seen {
+            members,
+            standings,
+            loads,
+            busy,
+            decided: decided.map_err(RouteError::from),
+        }
     }
 }

@@ -66,9 +66,16 @@ impl Router {
         let now = self.load.now();
         let chosen = booked.chosen.worker;
         // Of a prefill that was over before, everything has been said.
-        let prefill = booked.route.prefill().filter(|_| !booked.took_over).map(|prefill| prefill.to.rank.worker);
+        let prefill = booked
+            .route
+            .prefill()
+            .filter(|_| !booked.took_over)
+            .map(|prefill| prefill.to.rank.worker);
         // After a called prefill, `on_prompt_computed` expects the events already.
-        if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) && !booked.took_over {
+        if answer.from == AnswerFrom::Chosen
+            && (200..300).contains(&answer.status)
+            && !booked.took_over
+        {
             self.expect_events(booked, now);
         }
         match answer.from {
@@ -79,7 +86,9 @@ impl Router {
         }
         let outcome = match Outcome::of_status(answer.status) {
             // An answer that proves nothing by success proves nothing by failure either.
-            Outcome::Success | Outcome::Failure if !booked.route.is_inference() => Outcome::Inconclusive,
+            Outcome::Success | Outcome::Failure if !booked.route.is_inference() => {
+                Outcome::Inconclusive
+            }
             outcome => outcome,
         };
         // What fails after a remote prefill may have failed on either side.
@@ -91,11 +100,19 @@ impl Router {
         };
         // Without its prefill there would be no such answer.
         let well = answer.from != AnswerFrom::Gateway && (200..300).contains(&answer.status);
-        let of_prefill = prefill.filter(|_| well).map(|worker| (worker, Outcome::Success));
-        let verdicts = of_chosen.map(|outcome| (chosen, outcome)).into_iter().chain(other).chain(of_prefill);
+        let of_prefill = prefill
+            .filter(|_| well)
+            .map(|worker| (worker, Outcome::Success));
+        let verdicts = of_chosen
+            .map(|outcome| (chosen, outcome))
+            .into_iter()
+            .chain(other)
+            .chain(of_prefill);
         // Probes without a verdict are given back.
         let mut probes = std::mem::take(&mut booked.probes);
-        verdicts.filter_map(|(worker, outcome)| self.verdict(worker, outcome, &mut probes, now)).collect()
+        verdicts
+            .filter_map(|(worker, outcome)| self.verdict(worker, outcome, &mut probes, now))
+            .collect()
     }
 
     /// Whoever computed the prompt of an answered request has stored blocks, unless it had all of them, and will say so.
@@ -103,9 +120,16 @@ impl Router {
         let route = &booked.route;
         let ComputedBy { rank, overlap, .. } = route.computed_by();
         // An engine with larger blocks than ours stores whole ones of its own, of each prompt for itself.
-        let engine = self.trust(rank).engine_block_size.unwrap_or(route.block_size);
+        let engine = self
+            .trust(rank)
+            .engine_block_size
+            .unwrap_or(route.block_size);
         let count = (engine.tokens() / route.block_size.tokens()).max(1);
-        let whole: usize = booked.prompts.iter().map(|hashes| hashes.len() / count * count).sum();
+        let whole: usize = booked
+            .prompts
+            .iter()
+            .map(|hashes| hashes.len() / count * count)
+            .sum();
         if route.mode == Mode::Exact && whole > overlap.total() as usize {
             self.sources.answered(rank, booked.placed, now);
         }
@@ -113,11 +137,17 @@ impl Router {
 
     /// The prefill worker of a request has answered, or failed; says what that changed, for the log. The right to try it, if
     /// the request has it, is used up, and where it failed nobody expects its blocks any longer.
-    pub fn prefill_answered(&self, booked: &mut Booked, outcome: Outcome) -> Option<(WorkerId, Change)> {
+    pub fn prefill_answered(
+        &self,
+        booked: &mut Booked,
+        outcome: Outcome,
+    ) -> Option<(WorkerId, Change)> {
         let worker = booked.route.prefill()?.to.rank.worker;
         if outcome == Outcome::Failure {
             let prediction = booked.predictions.prefilling.take();
-            prediction.into_iter().for_each(|prediction| _ = prediction.revoke(&booked.prompts));
+            prediction
+                .into_iter()
+                .for_each(|prediction| _ = prediction.revoke(&booked.prompts));
         }
         let mut probes = std::mem::take(&mut booked.probes);
         let change = self.verdict(worker, outcome, &mut probes, self.load.now());
@@ -135,10 +165,14 @@ impl Router {
     /// The prefill of a request that is not yet on its way to whoever decodes was done in this time. Tells something only
     /// where it is known what was left to compute.
     pub fn prefill_done(&self, booked: &Booked, took: Duration) {
-        let is_known =
-            |prefill: &Prefill| prefill.trust == Trust::Exact && matches!(prefill.mode, Mode::Exact | Mode::Partial);
+        let is_known = |prefill: &Prefill| {
+            prefill.trust == Trust::Exact && matches!(prefill.mode, Mode::Exact | Mode::Partial)
+        };
         let known = booked.route.prefill().is_some_and(is_known);
-        let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
+        let booking = booked
+            .reservation
+            .bookings()
+            .find(|booking| booking.track_prefill);
         if let Some(booking) = booking.filter(|_| known) {
             self.prefill_took(booking, took);
         }
@@ -187,9 +221,18 @@ impl Router {
     pub fn only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
         let fleet = self.fleet.load();
         let unwell = self.health.unwell(self.load.now());
-        let standings = |_: &[&Member]| Standings { unwell, ..Standings::default() };
+        let standings = |_: &[&Member]| Standings {
+            unwell,
+            ..Standings::default()
+        };
         let pools = Pools::find(&fleet, request, &self.settings(), standings);
-        pools.is_ok_and(|pools| pools.decode.members.iter().any(|member| member.rank == rank))
+        pools.is_ok_and(|pools| {
+            pools
+                .decode
+                .members
+                .iter()
+                .any(|member| member.rank == rank)
+        })
     }
 
     /// The prefill of a booked request took so long. Where another worker was tried before, that tells nothing of a prefill.
@@ -197,28 +240,40 @@ impl Router {
         if booked.route.to.rank != booked.chosen {
             return;
         }
-        let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
-        booking.into_iter().for_each(|booking| self.prefill_took(booking, took));
+        let booking = booked
+            .reservation
+            .bookings()
+            .find(|booking| booking.track_prefill);
+        booking
+            .into_iter()
+            .for_each(|booking| self.prefill_took(booking, took));
     }
 
     /// The prefill of one booking took so long.
     pub fn prefill_took(&self, booking: &Booking, took: Duration) {
         let fleet = self.fleet.load();
-        let Some(member) = fleet.member(booking.slot) else { return };
+        let Some(member) = fleet.member(booking.slot) else {
+            return;
+        };
         if member.rank != booking.rank {
             return;
         }
         let key = (member.worker.model.clone(), member.worker.role);
         let tokens = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
-        self.durations.0.entry(key).or_default().observe(tokens, took);
+        self.durations
+            .0
+            .entry(key)
+            .or_default()
+            .observe(tokens, took);
     }
 
     /// How far the estimates of prefill times are off, relative to the times, per model and role.
     pub fn prefill_time_errors(&self) -> Vec<(ModelName, Role, f64)> {
-        let error = |entry: dashmap::mapref::multiple::RefMulti<'_, (ModelName, Role), PrefillTimes>| {
-            let (model, role) = entry.key().clone();
-            Some((model, role, entry.relative_error()?))
-        };
+        let error =
+            |entry: dashmap::mapref::multiple::RefMulti<'_, (ModelName, Role), PrefillTimes>| {
+                let (model, role) = entry.key().clone();
+                Some((model, role, entry.relative_error()?))
+            };
         self.durations.0.iter().filter_map(error).collect()
     }
 

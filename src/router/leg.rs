@@ -120,8 +120,14 @@ pub(super) struct Decision<'a, 'f> {
 
 impl<'f> Decision<'_, 'f> {
     /// Decides both phases.
-    pub(super) fn decide(&self, view: &LoadView<'_>, rng: &mut impl Rng) -> Result<Legs<'f>, Undecided> {
-        let Some(pool) = &self.pools.prefill else { return self.alone(view, rng) };
+    pub(super) fn decide(
+        &self,
+        view: &LoadView<'_>,
+        rng: &mut impl Rng,
+    ) -> Result<Legs<'f>, Undecided> {
+        let Some(pool) = &self.pools.prefill else {
+            return self.alone(view, rng);
+        };
         let prefill = self.candidates(view, pool.clone(), Phase::Prefill);
         let busy = self.is_busy(&prefill);
         if busy && !self.may_bypass() {
@@ -130,16 +136,30 @@ impl<'f> Decision<'_, 'f> {
         let prefill = self.leg(prefill, Phase::Prefill, rng)?;
         match self.after(&prefill.member().worker) {
             Some(pool) => {
-                let decode = self.leg(self.candidates(view, pool, Phase::Decode), Phase::Decode, rng)?;
+                let decode = self.leg(
+                    self.candidates(view, pool, Phase::Decode),
+                    Phase::Decode,
+                    rng,
+                )?;
                 let bypass = self.bypass(view, &prefill, &decode);
                 // Who keeps its prefill need not wait for a prefill worker.
                 if busy && bypass.is_none() {
                     return Err(Undecided::Busy);
                 }
-                let (prefill, bypassed) = if bypass.is_none() { (Some(prefill), None) } else { (None, Some(prefill)) };
+                let (prefill, bypassed) = if bypass.is_none() {
+                    (Some(prefill), None)
+                } else {
+                    (None, Some(prefill))
+                };
                 let first = prefill.is_some() && matches!(self.step(), Step::PrefillFirst { .. });
                 let now = if first { Now::Prefill } else { Now::Both };
-                Ok(Legs { decode, prefill, bypass, bypassed, now })
+                Ok(Legs {
+                    decode,
+                    prefill,
+                    bypass,
+                    bypassed,
+                    now,
+                })
             }
             // Nobody stands where the prefill worker could hand over to.
             None if self.settings.disaggregation.enforce || self.only_decode() => {
@@ -147,7 +167,11 @@ impl<'f> Decision<'_, 'f> {
             }
             None => {
                 let legs = self.alone(view, rng)?;
-                Ok(Legs { bypass: Some(Bypass::OutOfReach), bypassed: Some(prefill), ..legs })
+                Ok(Legs {
+                    bypass: Some(Bypass::OutOfReach),
+                    bypassed: Some(prefill),
+                    ..legs
+                })
             }
         }
     }
@@ -157,24 +181,39 @@ impl<'f> Decision<'_, 'f> {
         let (phase, pool, now, bypass) = match self.step() {
             // It waits for nobody: what was computed for it is kept for a short time.
             Step::Decode(done) => {
-                let pool = self.after(&done.worker).ok_or(Undecided::Refused(RouteError::NoCandidate))?;
+                let pool = self
+                    .after(&done.worker)
+                    .ok_or(Undecided::Refused(RouteError::NoCandidate))?;
                 (Phase::Decode, pool, Now::Decode, None)
             }
             Step::Together(bypass) => {
                 let bypass = self.pools.has_prefills.then_some(*bypass);
                 (Phase::Both, self.pools.decode.clone(), Now::Both, bypass)
             }
-            Step::PrefillFirst { failed } | Step::Anew { failed } if !failed.is_empty() => {
-                (Phase::Both, self.pools.decode.clone(), Now::Both, Some(Bypass::PrefillFailed))
-            }
+            Step::PrefillFirst { failed } | Step::Anew { failed } if !failed.is_empty() => (
+                Phase::Both,
+                self.pools.decode.clone(),
+                Now::Both,
+                Some(Bypass::PrefillFailed),
+            ),
             Step::Both | Step::PrefillFirst { .. } | Step::Anew { .. } => {
                 (Phase::Both, self.pools.decode.clone(), Now::Both, None)
             }
         };
         let seen = self.candidates(view, pool, phase);
-        let seen = if now == Now::Decode { seen } else { self.free(seen)? };
+        let seen = if now == Now::Decode {
+            seen
+        } else {
+            self.free(seen)?
+        };
         let decode = self.leg(seen, phase, rng)?;
-        Ok(Legs { decode, prefill: None, bypass, bypassed: None, now })
+        Ok(Legs {
+            decode,
+            prefill: None,
+            bypass,
+            bypassed: None,
+            now,
+        })
     }
 
     fn step(&self) -> &Step {
@@ -202,12 +241,17 @@ impl<'f> Decision<'_, 'f> {
         let (additional, mut cached) = (self.additional(view, phase), Cached::default());
         for &member in &pool.members {
             // A slot that is somebody else's by now is left out.
-            let Some(load) = view.load(member.slot, member.rank) else { continue };
+            let Some(load) = view.load(member.slot, member.rank) else {
+                continue;
+            };
             members.push(member);
             let (overlap, trust_credit) = self.prepared.overlap_and_credit(member);
             if overlap != TierBlocks::default() {
                 let tokens = self.prepared.cached_tokens(member, true);
-                cached = Cached { best: cached.best.max(tokens), sum: cached.sum + tokens };
+                cached = Cached {
+                    best: cached.best.max(tokens),
+                    sum: cached.sum + tokens,
+                };
             }
             candidates.push(Candidate {
                 overlap,
@@ -217,7 +261,12 @@ impl<'f> Decision<'_, 'f> {
                 preference: preference(&pool.constraints, &member.worker),
             });
         }
-        Candidates { pool, members, candidates, cached }
+        Candidates {
+            pool,
+            members,
+            candidates,
+            cached,
+        }
     }
 
     /// Blocks that whoever does the phase would have to add to those of its live requests. What comes by transfer is the
@@ -225,7 +274,11 @@ impl<'f> Decision<'_, 'f> {
     fn additional(&self, view: &LoadView<'_>, phase: Phase) -> Additional {
         let is_shared = phase != Phase::Decode && self.prepared.reuse;
         let blocks = &self.prepared.blocks;
-        if self.tracks(phase) { blocks.additional(view, is_shared) } else { Additional::default() }
+        if self.tracks(phase) {
+            blocks.additional(view, is_shared)
+        } else {
+            Additional::default()
+        }
     }
 
     fn is_busy(&self, seen: &Candidates<'_>) -> bool {
@@ -237,23 +290,55 @@ impl<'f> Decision<'_, 'f> {
     }
 
     fn free(&self, seen: Candidates<'f>) -> Result<Candidates<'f>, Undecided> {
-        if self.is_busy(&seen) { Err(Undecided::Busy) } else { Ok(seen) }
+        if self.is_busy(&seen) {
+            Err(Undecided::Busy)
+        } else {
+            Ok(seen)
+        }
     }
 
-    fn leg(&self, seen: Candidates<'f>, phase: Phase, rng: &mut impl Rng) -> Result<Leg<'f>, Undecided> {
-        let Candidates { pool, members, mut candidates, cached } = seen;
-        let (question, weights) = (self.question(&pool, phase, self.tracks(phase)), self.weights(phase));
+    fn leg(
+        &self,
+        seen: Candidates<'f>,
+        phase: Phase,
+        rng: &mut impl Rng,
+    ) -> Result<Leg<'f>, Undecided> {
+        let Candidates {
+            pool,
+            members,
+            mut candidates,
+            cached,
+        } = seen;
+        let (question, weights) = (
+            self.question(&pool, phase, self.tracks(phase)),
+            self.weights(phase),
+        );
         let unheard = self.unheard(&pool, phase);
-        let unheard = unheard.map_or(0, |unheard| unheard.place(&question, &mut candidates, &weights, rng));
+        let unheard = unheard.map_or(0, |unheard| {
+            unheard.place(&question, &mut candidates, &weights, rng)
+        });
         let choice = schedule::choose(&question, &candidates, &weights, rng)
             .ok_or_else(|| Undecided::Refused(RouteError::NoCandidate.under(&pool.constraints)))?;
-        Ok(Leg { pool, question, weights, members, candidates, cached, choice, unheard })
+        Ok(Leg {
+            pool,
+            question,
+            weights,
+            members,
+            candidates,
+            cached,
+            choice,
+            unheard,
+        })
     }
 
     /// What other routers may have sent there.
     fn unheard(&self, pool: &Pool<'_>, phase: Phase) -> Option<&Unheard> {
         let all = self.unheard.filter(|all| !all.is_empty())?;
-        let until = if phase == Phase::Prefill { Until::FirstToken } else { Until::End };
+        let until = if phase == Phase::Prefill {
+            Until::FirstToken
+        } else {
+            Until::End
+        };
         // A pool is never empty.
         all.get(&(pool.members[0].worker.model.clone(), until))
     }
@@ -269,7 +354,11 @@ impl<'f> Decision<'_, 'f> {
                 Phase::Prefill => Role::Prefill,
                 Phase::Decode => Role::Decode,
             },
-            tracked_blocks: if tracks { self.prepared.blocks.complete } else { 0 },
+            tracked_blocks: if tracks {
+                self.prepared.blocks.complete
+            } else {
+                0
+            },
             shared: request.shared.ranges().to_vec(),
             ..Question::new(request.prompt.tokens(), block_size)
         }
@@ -286,7 +375,8 @@ impl<'f> Decision<'_, 'f> {
 
     fn may_bypass(&self) -> bool {
         // Who named the prefill worker wants it used.
-        let wanted = self.settings.disaggregation.conditional.is_some() && self.prepared.request.prefill_pin.is_none();
+        let wanted = self.settings.disaggregation.conditional.is_some()
+            && self.prepared.request.prefill_pin.is_none();
         wanted && !self.only_decode()
     }
 
@@ -296,14 +386,20 @@ impl<'f> Decision<'_, 'f> {
     }
 
     fn bypass(&self, view: &LoadView<'_>, prefill: &Leg<'f>, decode: &Leg<'f>) -> Option<Bypass> {
-        let rule = self.settings.disaggregation.conditional.filter(|_| self.may_bypass())?;
+        let rule = self
+            .settings
+            .disaggregation
+            .conditional
+            .filter(|_| self.may_bypass())?;
         let (to, from) = (decode.member(), prefill.member());
         rule.bypass(&Facts {
             prompt_tokens: decode.question.prompt_tokens,
             decode_cached_tokens: self.prepared.cached_tokens(to, false),
             decode_blocks: decode.choice.potential_decode_blocks,
             decode_total_blocks: to.worker.capacity.total_kv_blocks,
-            prefill_tokens: view.load(from.slot, from.rank).map_or(0, |load| load.active_prefill_tokens),
+            prefill_tokens: view
+                .load(from.slot, from.rank)
+                .map_or(0, |load| load.active_prefill_tokens),
             prefill_capacity: from.worker.capacity.max_num_batched_tokens,
         })
     }
@@ -324,7 +420,10 @@ impl<'f> Legs<'f> {
     /// Who gets the request now; the worker that answers comes first.
     pub(super) fn chosen(&self) -> impl Iterator<Item = &'f Member> {
         let decode = Some(&self.decode).filter(|_| self.now != Now::Prefill);
-        [decode, self.prefill.as_ref()].into_iter().flatten().map(Leg::member)
+        [decode, self.prefill.as_ref()]
+            .into_iter()
+            .flatten()
+            .map(Leg::member)
     }
 
     /// Whether the worker that answers computes the prompt as well.
@@ -341,7 +440,10 @@ impl<'f> Legs<'f> {
     ) -> Vec<Booking> {
         let blocks = &prepared.blocks;
         let decode = || {
-            let sequences = match (settings.tracking.active_blocks, self.is_together() && prepared.reuse) {
+            let sequences = match (
+                settings.tracking.active_blocks,
+                self.is_together() && prepared.reuse,
+            ) {
                 (false, _) => Sequences::none(),
                 (true, true) => blocks.sequences.clone(),
                 (true, false) => unshared(blocks.complete as usize).into(),
@@ -349,12 +451,24 @@ impl<'f> Legs<'f> {
             self.booking(&self.decode, prepared, sequences, self.is_together())
         };
         let decode = (self.now != Now::Prefill).then(decode);
-        let prefill = self.prefill.as_ref().map(|leg| self.booking(leg, prepared, Sequences::none(), true));
-        let prefill = prefill.map(|booking| Booking { until: Until::FirstToken, ..booking });
+        let prefill = self
+            .prefill
+            .as_ref()
+            .map(|leg| self.booking(leg, prepared, Sequences::none(), true));
+        let prefill = prefill.map(|booking| Booking {
+            until: Until::FirstToken,
+            ..booking
+        });
         decode.into_iter().chain(prefill).collect()
     }
 
-    fn booking(&self, leg: &Leg<'_>, prepared: &Prepared, sequences: Sequences, prefills: bool) -> Booking {
+    fn booking(
+        &self,
+        leg: &Leg<'_>,
+        prepared: &Prepared,
+        sequences: Sequences,
+        prefills: bool,
+    ) -> Booking {
         let member = leg.member();
         Booking {
             slot: member.slot,

@@ -62,7 +62,10 @@ impl Router {
         let fleet = self.fleet_of(&mut prepared);
         let mut members = serving(&fleet, &prepared.request)?;
         members.sort_by_key(|member| member.rank);
-        let (block_size, tracks) = (members[0].worker.block_size, prepared.settings.tracking.active_blocks);
+        let (block_size, tracks) = (
+            members[0].worker.block_size,
+            prepared.settings.tracking.active_blocks,
+        );
         let question = Question {
             track_prefill: prepared.track_prefill,
             tracked_blocks: if tracks { prepared.blocks.complete } else { 0 },
@@ -89,23 +92,38 @@ impl Router {
         let costs = costs(&question, &candidates, &prepared.weights);
         let surveyed = members.iter().zip(&candidates).zip(costs);
         Ok(surveyed
-            .map(|((member, candidate), cost)| surveyed_of(&prepared, &question, member, candidate, cost))
+            .map(|((member, candidate), cost)| {
+                surveyed_of(&prepared, &question, member, candidate, cost)
+            })
             .collect())
     }
 
     /// What a request that somebody else sent to a worker rank will occupy there; `None` where that does not serve the
     /// model.
-    pub fn foreign(&self, request: RouteRequest, on: WorkerRank, how: Elsewhere) -> Option<Foreign> {
+    pub fn foreign(
+        &self,
+        request: RouteRequest,
+        on: WorkerRank,
+        how: Elsewhere,
+    ) -> Option<Foreign> {
         let mut prepared = self.prepare(request);
         let fleet = self.fleet_of(&mut prepared);
         let slot = fleet.slot(on)?;
-        if prepared.request.model.as_ref().is_some_and(|model| !fleet.serving(model).contains(&slot)) {
+        if prepared
+            .request
+            .model
+            .as_ref()
+            .is_some_and(|model| !fleet.serving(model).contains(&slot))
+        {
             return None;
         }
         let member = fleet.member(slot)?.clone();
         let prefills_only = member.worker.role == Role::Prefill;
         let blocks = &prepared.blocks;
-        let sequences = match (prefills_only || !prepared.settings.tracking.active_blocks, prepared.reuse) {
+        let sequences = match (
+            prefills_only || !prepared.settings.tracking.active_blocks,
+            prepared.reuse,
+        ) {
             (true, _) => Sequences::none(),
             (false, true) => blocks.sequences.clone(),
             (false, false) => unshared(blocks.complete as usize, &mut *self.random.lock()).into(),
@@ -115,30 +133,53 @@ impl Router {
             rank: member.rank,
             sequences,
             prompt_tokens: prepared.request.prompt.tokens(),
-            cached_tokens: how.cached_tokens.unwrap_or_else(|| prepared.cached_tokens(&member, false)),
+            cached_tokens: how
+                .cached_tokens
+                .unwrap_or_else(|| prepared.cached_tokens(&member, false)),
             track_prefill: prepared.track_prefill && !how.prefilled,
             prefill_time: None,
-            until: if prefills_only { Until::FirstToken } else { Until::End },
+            until: if prefills_only {
+                Until::FirstToken
+            } else {
+                Until::End
+            },
         };
         if prepared.settings.tracking.prefill_durations {
             self.durations.estimate_one(&member, &mut booking);
         }
-        Some(Foreign { booking, prepared, member })
+        Some(Foreign {
+            booking,
+            prepared,
+            member,
+        })
     }
 
     /// Its prompt will be cached where it went, as far as that is predicted.
     pub fn expect_cached(&self, foreign: &Foreign) -> BookedPredictions {
         let blocks = foreign.prepared.request.prompt.blocks();
         let mut answering = self.expect(&foreign.member, blocks);
-        answering.iter_mut().for_each(|prediction| self.confirm(prediction, blocks));
-        BookedPredictions { answering, prefilling: None }
+        answering
+            .iter_mut()
+            .for_each(|prediction| self.confirm(prediction, blocks));
+        BookedPredictions {
+            answering,
+            prefilling: None,
+        }
     }
 
     /// These workers answered a request with that status, as a caller says; says what that changed, for the log. Probes of
     /// others are given back.
-    pub fn heard(&self, workers: &[WorkerId], mut probes: Vec<Probe>, status: u16) -> Vec<(WorkerId, Change)> {
+    pub fn heard(
+        &self,
+        workers: &[WorkerId],
+        mut probes: Vec<Probe>,
+        status: u16,
+    ) -> Vec<(WorkerId, Change)> {
         let (now, outcome) = (self.load.now(), Outcome::of_status(status));
-        workers.iter().filter_map(|worker| self.verdict(*worker, outcome, &mut probes, now)).collect()
+        workers
+            .iter()
+            .filter_map(|worker| self.verdict(*worker, outcome, &mut probes, now))
+            .collect()
     }
 }
 
@@ -152,12 +193,17 @@ fn surveyed_of(
     let Candidate { overlap, load, .. } = *candidate;
     let weights = &prepared.weights;
     let cached_tokens = prepared.cached_tokens(member, false);
-    let added = if question.track_prefill { question.prompt_tokens.saturating_sub(cached_tokens) } else { 0 };
+    let added = if question.track_prefill {
+        question.prompt_tokens.saturating_sub(cached_tokens)
+    } else {
+        0
+    };
     Surveyed {
         rank: member.rank,
         overlap,
         shared_beyond_device: question.shared_beyond(overlap.device),
-        effective_blocks: overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight),
+        effective_blocks: overlap
+            .effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight),
         cached_tokens: prepared.cached_tokens(member, true),
         load,
         potential_prefill_tokens: load.active_prefill_tokens.saturating_add(added),

@@ -91,15 +91,29 @@ impl Router {
     }
 
     /// Takes the right to try chosen workers that were out. Only one request has it, or none would be spared.
-    pub(super) fn probes(&self, legs: &Legs<'_>, pools: &Pools<'_>, now: Instant) -> Result<Vec<Probe>, Undecided> {
-        let due = |member: &&Member| pools.standings.unwell.get(&member.rank.worker) == Some(&Condition::Due);
-        let claim = |member: &Member| self.health.claim_probe(member.rank.worker, now).ok_or(Undecided::Outrun);
+    pub(super) fn probes(
+        &self,
+        legs: &Legs<'_>,
+        pools: &Pools<'_>,
+        now: Instant,
+    ) -> Result<Vec<Probe>, Undecided> {
+        let due = |member: &&Member| {
+            pools.standings.unwell.get(&member.rank.worker) == Some(&Condition::Due)
+        };
+        let claim = |member: &Member| {
+            self.health
+                .claim_probe(member.rank.worker, now)
+                .ok_or(Undecided::Outrun)
+        };
         legs.chosen().filter(due).map(claim).collect()
     }
 
     /// What will be cached where, once the request is sent.
     pub(super) fn expected(&self, legs: &Legs<'_>) -> Vec<Member> {
-        legs.chosen().filter(|member| self.predictions.any_of(member)).cloned().collect()
+        legs.chosen()
+            .filter(|member| self.predictions.any_of(member))
+            .cloned()
+            .collect()
     }
 
     /// Records that the request was sent: its prompts count as cached on its workers whose caches are predicted.
@@ -125,7 +139,9 @@ impl Placing for Router {
 
     fn place(&self, request: &mut Prepared, gate: &Gate) -> Attempt<Booked, RouteError> {
         let attempt = Router::place(self, request, gate);
-        let (Attempt::Busy, Some(bound)) = (&attempt, request.request.affinity) else { return attempt };
+        let (Attempt::Busy, Some(bound)) = (&attempt, request.request.affinity) else {
+            return attempt;
+        };
         // Soft affinity waits for nobody. If everybody is busy, it still holds at the next try.
         request.request.affinity = None;
         let attempt = Router::place(self, request, gate);

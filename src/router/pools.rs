@@ -10,7 +10,9 @@ use super::question::{Decoders, RouteRequest, Step};
 use super::settings::{RouterSettings, WhenOverloaded};
 use crate::fleet::{Fleet, Kinds, Member};
 use crate::health::Condition;
-use crate::schedule::{Constraints, Excluded, Ineligible, Overloaded, Standing, eligible, verdicts};
+use crate::schedule::{
+    Constraints, Excluded, Ineligible, Overloaded, Standing, eligible, verdicts,
+};
 use crate::worker::{Role, WorkerId};
 
 /// What is known right now of workers that are not simply there.
@@ -72,7 +74,12 @@ impl<'f> Pools<'f> {
     ) -> Result<Self, RouteError> {
         let members = serving(fleet, request)?;
         let standings = standings(&members);
-        Self::among((&members, fleet.kinds(request.model.as_ref())), request, settings, standings)
+        Self::among(
+            (&members, fleet.kinds(request.model.as_ref())),
+            request,
+            settings,
+            standings,
+        )
     }
 
     /// The same among members that serve the model, and are of these kinds.
@@ -82,37 +89,72 @@ impl<'f> Pools<'f> {
         settings: &RouterSettings,
         standings: Standings,
     ) -> Result<Self, RouteError> {
-        if !members.iter().any(|member| request.constraints.lists(&member.worker)) {
+        if !members
+            .iter()
+            .any(|member| request.constraints.lists(&member.worker))
+        {
             return Err(RouteError::Unsatisfied);
         }
         // Who has had its prefill is not turned away any more.
         let takes_over = matches!(request.step, Step::Decode(_));
-        let turned_away = settings.when_all_overloaded == WhenOverloaded::Reject || request.priority.is_sheddable();
+        let turned_away = settings.when_all_overloaded == WhenOverloaded::Reject
+            || request.priority.is_sheddable();
         let rejects = turned_away && request.has_prompt() && !takes_over;
-        let rules = Rules { settings, standings: &standings, rejects, kinds };
+        let rules = Rules {
+            settings,
+            standings: &standings,
+            rejects,
+            kinds,
+        };
         let prefill = rules.prefill(members, request)?;
         let apart = prefill.is_some() || takes_over;
-        let role = if apart { Role::Decode } else { Role::Aggregated };
-        let mut decode = rules.pool(members, Constraints { role, ..request.constraints.clone() })?;
-        if apart && decode.members.iter().any(|member| member.worker.role == Role::Decode) {
-            decode.members.retain(|member| member.worker.role == Role::Decode);
+        let role = if apart {
+            Role::Decode
+        } else {
+            Role::Aggregated
+        };
+        let mut decode = rules.pool(
+            members,
+            Constraints {
+                role,
+                ..request.constraints.clone()
+            },
+        )?;
+        if apart
+            && decode
+                .members
+                .iter()
+                .any(|member| member.worker.role == Role::Decode)
+        {
+            decode
+                .members
+                .retain(|member| member.worker.role == Role::Decode);
         }
         if !apart && request.has_prompt() && request.decoders == Decoders::OnlyDecode {
-            decode.members.retain(|member| member.worker.role != Role::Decode);
+            decode
+                .members
+                .retain(|member| member.worker.role != Role::Decode);
             if decode.members.is_empty() {
                 return Err(RouteError::NoPrefill);
             }
         }
         decode.bind(request);
         let (decode, prefill) = (Arc::new(decode), prefill.map(Arc::new));
-        Ok(Self { decode, prefill, has_prefills: kinds.prefill, standings })
+        Ok(Self {
+            decode,
+            prefill,
+            has_prefills: kinds.prefill,
+            standings,
+        })
     }
 }
 
 impl Pool<'_> {
     /// Soft affinity: the session's last worker rank, if it is still a candidate.
     fn bind(&mut self, request: &RouteRequest) {
-        let Some(bound) = request.affinity else { return };
+        let Some(bound) = request.affinity else {
+            return;
+        };
         if self.members.iter().any(|member| member.rank == bound) {
             self.members.retain(|member| member.rank == bound);
             self.constraints.exclusive = Some(bound);
@@ -122,7 +164,10 @@ impl Pool<'_> {
     /// Narrows the pool to who satisfies further demands; none where nobody does.
     pub(super) fn narrowed(&self, constraints: Constraints) -> Option<Self> {
         let members = eligible(&self.members, &constraints, |_| Standing::Ready).ok()?;
-        Some(Self { constraints, members })
+        Some(Self {
+            constraints,
+            members,
+        })
     }
 }
 
@@ -136,28 +181,52 @@ struct Rules<'a> {
 }
 
 impl Rules<'_> {
-    fn pool<'f>(&self, members: &[&'f Member], constraints: Constraints) -> Result<Pool<'f>, RouteError> {
+    fn pool<'f>(
+        &self,
+        members: &[&'f Member],
+        constraints: Constraints,
+    ) -> Result<Pool<'f>, RouteError> {
         let plain = self.kinds.is_plain() && constraints.role != Role::Prefill;
         if plain && self.standings.are_clear() && constraints.admit_all() && !members.is_empty() {
-            return Ok(Pool { constraints, members: members.to_vec() });
+            return Ok(Pool {
+                constraints,
+                members: members.to_vec(),
+            });
         }
         let found = eligible(members, &constraints, |member| self.standings.of(member));
         let relaxed = |error| match error {
-            Ineligible::AllEligibleWorkersOverloaded | Ineligible::PinnedWorkerOverloaded(_) if !self.rejects => {
-                eligible(members, &constraints, |member| match self.standings.of(member) {
-                    Standing::Overloaded => Standing::Ready,
-                    standing => standing,
+            Ineligible::AllEligibleWorkersOverloaded | Ineligible::PinnedWorkerOverloaded(_)
+                if !self.rejects =>
+            {
+                eligible(members, &constraints, |member| {
+                    match self.standings.of(member) {
+                        Standing::Overloaded => Standing::Ready,
+                        standing => standing,
+                    }
                 })
             }
             _ => Err(error),
         };
-        let members = found.or_else(relaxed).map_err(|error| RouteError::of(error, &constraints))?;
-        Ok(Pool { constraints, members })
+        let members = found
+            .or_else(relaxed)
+            .map_err(|error| RouteError::of(error, &constraints))?;
+        Ok(Pool {
+            constraints,
+            members,
+        })
     }
 
-    fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
-        let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
-        let enforced_by_model = members.iter().any(|member| self.settings.enforced.contains(&member.worker.model));
+    fn prefill<'f>(
+        &self,
+        members: &[&'f Member],
+        request: &RouteRequest,
+    ) -> Result<Option<Pool<'f>>, RouteError> {
+        let own_pin = request
+            .prefill_pin
+            .filter(|_| request.prefill_pin != request.constraints.pin);
+        let enforced_by_model = members
+            .iter()
+            .any(|member| self.settings.enforced.contains(&member.worker.model));
         // Aggregated workers compute the prompt unless the model requires a prefill worker.
         if own_pin.is_none() && !self.kinds.prefill && !self.kinds.decode && !enforced_by_model {
             return Ok(None);
@@ -169,19 +238,33 @@ impl Rules<'_> {
             Step::PrefillFirst { failed } | Step::Anew { failed } => failed,
             Step::Both | Step::Decode(_) | Step::Together(_) => &[],
         };
-        let left: Vec<&'f Member> =
-            members.iter().copied().filter(|member| !failed.contains(&member.rank.worker)).collect();
+        let left: Vec<&'f Member> = members
+            .iter()
+            .copied()
+            .filter(|member| !failed.contains(&member.rank.worker))
+            .collect();
         let members = &left[..];
-        let apart = members.iter().any(|member| member.worker.role != Role::Aggregated);
+        let apart = members
+            .iter()
+            .any(|member| member.worker.role != Role::Aggregated);
         let enforce = self.settings.disaggregation.enforce && (apart || enforced_by_model);
-        let prefills = || members.iter().filter(|member| member.worker.role == Role::Prefill);
+        let prefills = || {
+            members
+                .iter()
+                .filter(|member| member.worker.role == Role::Prefill)
+        };
         let listed = |member: &&&'f Member| request.constraints.lists(&member.worker);
         // A pin to somebody whom the gateway does not allow is no mistake of the client's.
-        if own_pin.is_some_and(|pin| prefills().any(|member| member.worker.id == pin.worker && !listed(&member))) {
+        if own_pin.is_some_and(|pin| {
+            prefills().any(|member| member.worker.id == pin.worker && !listed(&member))
+        }) {
             return Err(RouteError::Unsatisfied);
         }
         let exists = prefills().any(|member| listed(&member));
-        match (exists.then(|| self.pool(members, for_prefill(request))), own_pin) {
+        match (
+            exists.then(|| self.pool(members, for_prefill(request))),
+            own_pin,
+        ) {
             (Some(Ok(pool)), _) => Ok(Some(pool)),
             // A pin that cannot be kept is the client's mistake, whatever else could be done. Where it named a worker for
             // every phase, it is meant for the others only.
@@ -218,9 +301,16 @@ pub(super) fn excluded<'c>(
 }
 
 /// Everybody who serves the model of a request.
-pub(super) fn serving<'f>(fleet: &'f Fleet, request: &RouteRequest) -> Result<Vec<&'f Member>, RouteError> {
+pub(super) fn serving<'f>(
+    fleet: &'f Fleet,
+    request: &RouteRequest,
+) -> Result<Vec<&'f Member>, RouteError> {
     let members: Vec<&Member> = match &request.model {
-        Some(model) => fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot)).collect(),
+        Some(model) => fleet
+            .serving(model)
+            .iter()
+            .filter_map(|slot| fleet.member(*slot))
+            .collect(),
         None => fleet.members().collect(),
     };
     match (members.is_empty(), fleet.is_empty()) {

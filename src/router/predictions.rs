@@ -28,8 +28,15 @@ impl Predictions {
     /// Who predicts for a worker rank.
     fn of(&self, member: &Member) -> impl Iterator<Item = &Arc<Predictor>> {
         let is_silent = member.worker.event_source(member.rank.rank).is_none();
-        let silent = self.without_events.iter().filter(move |_| is_silent || self.everywhere);
-        silent.chain(self.beside_events.iter().filter(move |_| !is_silent || self.everywhere))
+        let silent = self
+            .without_events
+            .iter()
+            .filter(move |_| is_silent || self.everywhere);
+        silent.chain(
+            self.beside_events
+                .iter()
+                .filter(move |_| !is_silent || self.everywhere),
+        )
     }
 
     /// Whether anybody predicts for a worker rank.
@@ -40,7 +47,11 @@ impl Predictions {
     /// Begins to predict for a worker rank.
     pub fn open(&self, member: &Member) {
         for predictor in self.of(member) {
-            predictor.open(member.slot, member.rank, member.worker.capacity.total_kv_blocks);
+            predictor.open(
+                member.slot,
+                member.rank,
+                member.worker.capacity.total_kv_blocks,
+            );
         }
     }
 
@@ -48,16 +59,31 @@ impl Predictions {
     /// time alone.
     pub fn refit(&self, member: &Member) {
         let by_time = |found: &RankPrediction| {
-            found.rank == member.rank && matches!(found.policy, EffectivePolicy::Ttl { fallback: false, .. })
+            found.rank == member.rank
+                && matches!(
+                    found.policy,
+                    EffectivePolicy::Ttl {
+                        fallback: false,
+                        ..
+                    }
+                )
         };
-        for predictor in self.of(member).filter(|predictor| !predictor.stats().ranks.iter().any(by_time)) {
-            predictor.open(member.slot, member.rank, member.worker.capacity.total_kv_blocks);
+        for predictor in self
+            .of(member)
+            .filter(|predictor| !predictor.stats().ranks.iter().any(by_time))
+        {
+            predictor.open(
+                member.slot,
+                member.rank,
+                member.worker.capacity.total_kv_blocks,
+            );
         }
     }
 
     /// Forgets a worker rank.
     pub fn close(&self, member: &Member) {
-        self.of(member).for_each(|predictor| predictor.close(member.slot));
+        self.of(member)
+            .for_each(|predictor| predictor.close(member.slot));
     }
 
     /// Lets what is due expire.
@@ -88,7 +114,9 @@ impl Predictions {
     /// Records prompts that this worker rank has accepted.
     fn record(&self, member: &Member, prompts: &[BlockHashes]) {
         for predictor in self.of(member) {
-            prompts.iter().for_each(|hashes| drop(predictor.record(member.slot, member.rank, hashes)));
+            prompts
+                .iter()
+                .for_each(|hashes| drop(predictor.record(member.slot, member.rank, hashes)));
         }
     }
 
@@ -129,7 +157,10 @@ impl PromptPrediction {
     /// Records further blocks of the answer.
     pub(super) fn grow(&mut self, blocks: u64) {
         if let PredictionPhase::Confirmed(leases) = &mut self.phase {
-            leases.first_mut().into_iter().for_each(|lease| lease.grow(blocks));
+            leases
+                .first_mut()
+                .into_iter()
+                .for_each(|lease| lease.grow(blocks));
         }
     }
 
@@ -137,9 +168,11 @@ impl PromptPrediction {
     pub(super) fn revoke(self, prompts: &[BlockHashes]) -> u64 {
         match self.phase {
             PredictionPhase::InFlight(_) => 0,
-            PredictionPhase::Confirmed(leases) => {
-                leases.into_iter().zip(prompts.iter().cycle()).map(|(lease, hashes)| lease.revoke(hashes)).sum()
-            }
+            PredictionPhase::Confirmed(leases) => leases
+                .into_iter()
+                .zip(prompts.iter().cycle())
+                .map(|(lease, hashes)| lease.revoke(hashes))
+                .sum(),
         }
     }
 }
@@ -156,7 +189,9 @@ pub struct BookedPredictions {
 impl BookedPredictions {
     /// Records one more block of the answer, on the worker rank that generates it.
     pub fn grow(&mut self) {
-        self.answering.iter_mut().for_each(|prediction| prediction.grow(1));
+        self.answering
+            .iter_mut()
+            .for_each(|prediction| prediction.grow(1));
     }
 }
 
@@ -176,8 +211,15 @@ pub(super) type HearRouted = Box<dyn Fn(&Member, &[BlockHashes]) + Send + Sync>;
 impl Routed {
     /// These prompts go there.
     pub fn of(member: &Member, prompts: &[BlockHashes]) -> Self {
-        let prompts = prompts.iter().map(|hashes| hashes.locals().to_vec()).collect();
-        Self { rank: member.rank, block_size: member.worker.block_size, prompts }
+        let prompts = prompts
+            .iter()
+            .map(|hashes| hashes.locals().to_vec())
+            .collect();
+        Self {
+            rank: member.rank,
+            block_size: member.worker.block_size,
+            prompts,
+        }
     }
 }
 
@@ -188,17 +230,31 @@ impl Router {
     }
 
     /// Records prompts that are sent to this worker rank, as far as its cache is predicted.
-    pub(super) fn expect(&self, member: &Member, prompts: &[BlockHashes]) -> Option<Box<PromptPrediction>> {
+    pub(super) fn expect(
+        &self,
+        member: &Member,
+        prompts: &[BlockHashes],
+    ) -> Option<Box<PromptPrediction>> {
         let in_flight = self.predictions.send(member, prompts);
         let phase = PredictionPhase::InFlight(in_flight);
-        self.predictions.any_of(member).then(|| Box::new(PromptPrediction { member: member.clone(), phase }))
+        self.predictions.any_of(member).then(|| {
+            Box::new(PromptPrediction {
+                member: member.clone(),
+                phase,
+            })
+        })
     }
 
     /// Records that the engine accepted the request: its prompts count as cached there, and other routers are notified.
     pub(super) fn confirm(&self, prediction: &mut PromptPrediction, prompts: &[BlockHashes]) {
-        let PredictionPhase::InFlight(in_flight) = &mut prediction.phase else { return };
+        let PredictionPhase::InFlight(in_flight) = &mut prediction.phase else {
+            return;
+        };
         let in_flight = std::mem::take(in_flight);
-        let leases = in_flight.into_iter().zip(prompts.iter().cycle()).map(|(prompt, hashes)| prompt.confirm(hashes));
+        let leases = in_flight
+            .into_iter()
+            .zip(prompts.iter().cycle())
+            .map(|(prompt, hashes)| prompt.confirm(hashes));
         prediction.phase = PredictionPhase::Confirmed(leases.collect());
         let is_predicted = || prompts.iter().any(|hashes| !hashes.is_empty());
         if let Some(hear) = self.hear_routed.get().filter(|_| is_predicted()) {
@@ -208,8 +264,15 @@ impl Router {
 
     /// Confirms the predictions of a request, for a caller that does not report the status of the answer.
     pub fn confirm_predictions(&self, booked: &mut Booked) {
-        let Booked { predictions, prompts, .. } = booked;
-        let both = predictions.answering.iter_mut().chain(&mut predictions.prefilling);
+        let Booked {
+            predictions,
+            prompts,
+            ..
+        } = booked;
+        let both = predictions
+            .answering
+            .iter_mut()
+            .chain(&mut predictions.prefilling);
         both.for_each(|prediction| self.confirm(prediction, prompts));
     }
 
@@ -223,8 +286,15 @@ impl Router {
 
     /// Records that the prefill worker of a request has computed its prompts.
     pub fn confirm_prefill(&self, booked: &mut Booked) {
-        let Booked { predictions, prompts, .. } = booked;
-        predictions.prefilling.iter_mut().for_each(|prediction| self.confirm(prediction, prompts));
+        let Booked {
+            predictions,
+            prompts,
+            ..
+        } = booked;
+        predictions
+            .prefilling
+            .iter_mut()
+            .for_each(|prediction| self.confirm(prediction, prompts));
     }
 
     /// Another router has routed prompts. What their requests hold is not known here: their blocks may leave before others
@@ -232,7 +302,10 @@ impl Router {
     pub fn routed_elsewhere(&self, routed: Routed) {
         let fleet = self.fleet();
         let member = fleet.slot(routed.rank).and_then(|slot| fleet.member(slot));
-        let Some(member) = member.filter(|member| member.worker.block_size == routed.block_size) else { return };
+        let Some(member) = member.filter(|member| member.worker.block_size == routed.block_size)
+        else {
+            return;
+        };
         let hashes = |locals: Vec<LocalHash>| {
             let tokens = locals.len().saturating_mul(routed.block_size.tokens());
             BlockHashes::chain(tokens, routed.block_size, locals)

@@ -79,7 +79,11 @@ pub(super) struct Looked {
 
 impl Looked {
     pub(super) fn new(table: Overlaps, hashes: &BlockHashes) -> Self {
-        Self { table, tokens: hashes.tokens(), block_size: hashes.block_size() }
+        Self {
+            table,
+            tokens: hashes.tokens(),
+            block_size: hashes.block_size(),
+        }
     }
 }
 
@@ -109,7 +113,11 @@ pub(super) fn cached_tokens(prompts: &[Looked], slot: Slot, counting: Counting) 
     let of_prompt = |looked: &Looked| {
         let size = counting.engine.unwrap_or(looked.block_size).tokens();
         let held = looked.table.get(slot).total() as usize * looked.block_size.tokens();
-        let most = if counting.as_reported { looked.tokens.saturating_sub(1) } else { usize::MAX };
+        let most = if counting.as_reported {
+            looked.tokens.saturating_sub(1)
+        } else {
+            usize::MAX
+        };
         (held.min(most) / size * size) as u64
     };
     prompts.iter().map(of_prompt).sum()
@@ -137,7 +145,9 @@ impl Prepared {
                 _ => held,
             }
         };
-        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum.plus(whole(looked)))
+        self.overlaps
+            .iter()
+            .fold(TierBlocks::default(), |sum, looked| sum.plus(whole(looked)))
     }
 
     /// How many of our blocks one of the engine's is, where that is more than one.
@@ -159,36 +169,56 @@ impl Prepared {
     /// Whether a member tells of its cache and nothing of that can be used.
     pub(super) fn is_unusable(&self, member: &Member) -> bool {
         let standing = self.standing(member);
-        standing.trust == Trust::Absent && !matches!(standing.because, None | Some(Because::NoSource))
+        standing.trust == Trust::Absent
+            && !matches!(standing.because, None | Some(Because::NoSource))
     }
 
     /// What a member has cached, and what is left of the credit for it.
     #[inline(always)]
     pub(super) fn overlap_and_credit(&self, member: &Member) -> (TierBlocks, f64) {
         match holds_any(&self.overlaps, member.slot) {
-            true => (self.held(member), self.settings.trust.credit(self.standing(member))),
+            true => (
+                self.held(member),
+                self.settings.trust.credit(self.standing(member)),
+            ),
             false => (TierBlocks::default(), 1.0),
         }
     }
 
     /// Why nothing is known of anybody's cache.
     pub(super) fn why_cold(&self, candidates: &[&Member]) -> Reason {
-        let mismatch = |member: &&Member| self.standing(member).because == Some(Because::BlockSizeMismatch);
-        if candidates.iter().any(mismatch) { Reason::BlockSizeMismatch } else { Reason::IndexCold }
+        let mismatch =
+            |member: &&Member| self.standing(member).because == Some(Because::BlockSizeMismatch);
+        if candidates.iter().any(mismatch) {
+            Reason::BlockSizeMismatch
+        } else {
+            Reason::IndexCold
+        }
     }
 
     /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
     #[inline]
     pub(super) fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
-        if holds_any(&self.overlaps, member.slot) { self.cached_of(&self.overlaps, member, as_reported) } else { 0 }
+        if holds_any(&self.overlaps, member.slot) {
+            self.cached_of(&self.overlaps, member, as_reported)
+        } else {
+            0
+        }
     }
 
     fn cached_of(&self, prompts: &[Looked], member: &Member, as_reported: bool) -> u64 {
-        if self.differs(member) { 0 } else { cached_tokens(prompts, member.slot, self.counting(member, as_reported)) }
+        if self.differs(member) {
+            0
+        } else {
+            cached_tokens(prompts, member.slot, self.counting(member, as_reported))
+        }
     }
 
     fn counting(&self, member: &Member, as_reported: bool) -> Counting {
-        Counting { engine: self.standing(member).engine_block_size, as_reported }
+        Counting {
+            engine: self.standing(member).engine_block_size,
+            as_reported,
+        }
     }
 
     /// Prompt tokens that an engine could find cached at best: whole blocks, and never the last token.
@@ -202,8 +232,12 @@ impl Prepared {
 
     /// Most tokens that anybody has cached of the prompts who might have to compute them.
     pub(super) fn best_cached_tokens(&self, fleet: &Fleet) -> u64 {
-        let Ok(members) = serving(fleet, &self.request) else { return 0 };
-        let apart = members.iter().any(|member| member.worker.role == Role::Prefill);
+        let Ok(members) = serving(fleet, &self.request) else {
+            return 0;
+        };
+        let apart = members
+            .iter()
+            .any(|member| member.worker.role == Role::Prefill);
         let computes = |member: &&&Member| !apart || member.worker.role != Role::Decode;
         let members: Vec<_> = members.iter().filter(computes).collect();
         let best = |looked: &Looked| {
@@ -224,7 +258,8 @@ impl Prepared {
     }
 
     pub(super) fn forget_overlaps(&mut self) {
-        self.scratch.give(self.overlaps.drain(..).map(|looked| looked.table));
+        self.scratch
+            .give(self.overlaps.drain(..).map(|looked| looked.table));
     }
 }
 
@@ -248,14 +283,26 @@ impl Blocks {
     pub(super) fn of(request: &RouteRequest) -> Self {
         let prompts: Vec<Arc<[SequenceHash]>> = match &request.tracked {
             Some(tracked) => tracked.clone(),
-            None => request.prompt.blocks().iter().map(BlockHashes::shared_sequences).collect(),
+            None => request
+                .prompt
+                .blocks()
+                .iter()
+                .map(BlockHashes::shared_sequences)
+                .collect(),
         };
         let complete = prompts.iter().map(|prompt| prompt.len() as u64).sum();
-        Self { sequences: Sequences::of(prompts), complete }
+        Self {
+            sequences: Sequences::of(prompts),
+            complete,
+        }
     }
 
     /// What of them live requests do not hold already; all of them where nothing is taken to be shared.
     pub(super) fn additional(&self, view: &LoadView<'_>, is_shared: bool) -> Additional {
-        if is_shared { view.additional(&self.sequences) } else { Additional::everywhere(self.complete) }
+        if is_shared {
+            view.additional(&self.sequences)
+        } else {
+            Additional::everywhere(self.complete)
+        }
     }
 }

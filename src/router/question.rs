@@ -193,7 +193,13 @@ impl RouteRequest {
 
     /// Whether there is anything to compute: a list of models is no work for anybody, so it waits for nobody.
     pub fn has_prompt(&self) -> bool {
-        !matches!(self.prompt, Prompt::Estimated { because: Reason::NotInference | Reason::NoBody, .. })
+        !matches!(
+            self.prompt,
+            Prompt::Estimated {
+                because: Reason::NotInference | Reason::NoBody,
+                ..
+            }
+        )
     }
 
     /// A request that wishes nothing.

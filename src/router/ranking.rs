@@ -28,16 +28,30 @@ impl Ranking {
         }
         let costs = costs(&leg.question, &leg.candidates, &leg.weights).into_iter();
         // The choice takes what is no number for infinitely dear.
-        let totals = costs.map(|cost| if cost.total.is_nan() { f64::INFINITY } else { cost.total });
+        let totals = costs.map(|cost| {
+            if cost.total.is_nan() {
+                f64::INFINITY
+            } else {
+                cost.total
+            }
+        });
         let mut ranked: Vec<(f64, &Member)> = totals.zip(leg.members.iter().copied()).collect();
         ranked.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.rank.cmp(&b.1.rank)));
         let mut told = HashSet::from([leg.member().worker.endpoint.canonical()]);
-        let others = ranked.iter().map(|(_, member)| *member).filter(|member| standings.is_well(member));
+        let others = ranked
+            .iter()
+            .map(|(_, member)| *member)
+            .filter(|member| standings.is_well(member));
         let others = others.filter(|member| told.insert(member.worker.endpoint.canonical()));
         let fallbacks = others.take(most).map(destination).collect();
         let mut told = HashSet::new();
         let first = |(_, member): &&(f64, &Member)| told.insert(member.worker.endpoint.canonical());
         let scores = ranked.iter().filter(|_| scored).filter(first);
-        Ranking { fallbacks, scores: scores.map(|(cost, member)| (member.worker.endpoint, *cost)).collect() }
+        Ranking {
+            fallbacks,
+            scores: scores
+                .map(|(cost, member)| (member.worker.endpoint, *cost))
+                .collect(),
+        }
     }
 }

@@ -62,12 +62,22 @@ impl RemoteRanks {
     /// What is said of these.
     pub fn new(mut rows: Vec<RemoteRank>) -> Self {
         rows.sort_unstable_by_key(|row| row.rank);
-        let unbelieved =
-            |standing: Standing| Standing { engine_block_size: standing.engine_block_size, ..Standing::default() };
+        let unbelieved = |standing: Standing| Standing {
+            engine_block_size: standing.engine_block_size,
+            ..Standing::default()
+        };
         Self {
             standings: Arc::new(rows.iter().map(|row| (row.rank, row.standing)).collect()),
-            sizes: Arc::new(rows.iter().map(|row| (row.rank, unbelieved(row.standing))).collect()),
-            grouped: rows.iter().filter(|row| row.grouped).map(|row| row.rank).collect(),
+            sizes: Arc::new(
+                rows.iter()
+                    .map(|row| (row.rank, unbelieved(row.standing)))
+                    .collect(),
+            ),
+            grouped: rows
+                .iter()
+                .filter(|row| row.grouped)
+                .map(|row| row.rank)
+                .collect(),
             rows,
         }
     }
@@ -79,7 +89,8 @@ impl RemoteRanks {
 
     fn is_followed(&self, rank: WorkerRank) -> bool {
         let standing = self.standings.standing(rank);
-        standing.trust != Trust::Absent || !matches!(standing.because, None | Some(Because::NoSource))
+        standing.trust != Trust::Absent
+            || !matches!(standing.because, None | Some(Because::NoSource))
     }
 }
 
@@ -99,7 +110,9 @@ impl Known<'_> {
     pub(super) fn is_silent(self, slot: Slot) -> bool {
         match self {
             Known::Own | Known::Away => true,
-            Known::Told(ranks, fleet) => fleet.member(slot).is_some_and(|member| !ranks.is_followed(member.rank)),
+            Known::Told(ranks, fleet) => fleet
+                .member(slot)
+                .is_some_and(|member| !ranks.is_followed(member.rank)),
         }
     }
 
@@ -107,9 +120,9 @@ impl Known<'_> {
     pub(super) fn is_telling(self, slot: Slot) -> bool {
         match self {
             Known::Own => true,
-            Known::Told(ranks, fleet) => fleet
-                .member(slot)
-                .is_some_and(|member| ranks.is_followed(member.rank) && !ranks.grouped.contains(&member.rank)),
+            Known::Told(ranks, fleet) => fleet.member(slot).is_some_and(|member| {
+                ranks.is_followed(member.rank) && !ranks.grouped.contains(&member.rank)
+            }),
             Known::Away => false,
         }
     }
@@ -164,19 +177,34 @@ impl Router {
 
     /// How we believe the event sources; the same value as long as nothing changes.
     fn ranks(&self, fleet: &Fleet) -> Arc<RemoteRanks> {
-        let (trust, grouped, generation) = (self.sources.table(), self.index.grouped(), fleet.generation());
+        let (trust, grouped, generation) = (
+            self.sources.table(),
+            self.index.grouped(),
+            fleet.generation(),
+        );
         let same = |said: &Arc<Said>| {
-            said.generation == generation && Arc::ptr_eq(&said.trust, &trust) && said.grouped.is_same(&grouped)
+            said.generation == generation
+                && Arc::ptr_eq(&said.trust, &trust)
+                && said.grouped.is_same(&grouped)
         };
         if let Some(said) = self.saying.0.load_full().filter(same) {
             return said.ranks.clone();
         }
         let row = |(rank, standing)| {
             let grouped = fleet.slot(rank).is_some_and(|slot| grouped.has(slot));
-            RemoteRank { rank, standing, grouped }
+            RemoteRank {
+                rank,
+                standing,
+                grouped,
+            }
         };
         let ranks = Arc::new(RemoteRanks::new(trust.iter().map(row).collect()));
-        let said = Said { generation, trust, grouped, ranks: ranks.clone() };
+        let said = Said {
+            generation,
+            trust,
+            grouped,
+            ranks: ranks.clone(),
+        };
         self.saying.0.store(Some(Arc::new(said)));
         ranks
     }
@@ -193,7 +221,11 @@ impl Router {
         let known = match remote {
             Remote::Told(answer) => {
                 let found = answer.prompts.get(nth).map_or(&[][..], Vec::as_slice);
-                table.take_over(found.iter().filter_map(|(rank, blocks)| Some((fleet.slot(*rank)?, *blocks))));
+                table.take_over(
+                    found
+                        .iter()
+                        .filter_map(|(rank, blocks)| Some((fleet.slot(*rank)?, *blocks))),
+                );
                 Known::Told(&answer.ranks, fleet)
             }
             Remote::NotAsked if !self.remote => {
@@ -207,7 +239,8 @@ impl Router {
         };
         if self.predictions.any() {
             let mut other = self.scratch.take();
-            self.predictions.raise(hashes, (&mut table, &mut other), known);
+            self.predictions
+                .raise(hashes, (&mut table, &mut other), known);
             self.scratch.give([other]);
         }
         table
@@ -227,7 +260,9 @@ impl Router {
     pub(super) fn is_guessed(&self, prepared: &Prepared, chosen: &Member) -> bool {
         let says_nothing = match &prepared.request.remote {
             Remote::Told(answer) => !answer.ranks.is_followed(chosen.rank),
-            remote => self.is_away(remote) || chosen.worker.event_source(chosen.rank.rank).is_none(),
+            remote => {
+                self.is_away(remote) || chosen.worker.event_source(chosen.rank.rank).is_none()
+            }
         };
         says_nothing && self.predictions.without_events.is_some()
     }
@@ -242,9 +277,15 @@ impl Router {
     }
 }
 
-fn found(table: &Overlaps, fleet: &Fleet, model: Option<&ModelName>) -> Vec<(WorkerRank, TierBlocks)> {
+fn found(
+    table: &Overlaps,
+    fleet: &Fleet,
+    model: Option<&ModelName>,
+) -> Vec<(WorkerRank, TierBlocks)> {
     let of_rank = |(slot, blocks): (Slot, TierBlocks)| {
-        let member = fleet.member(slot).filter(|member| model.is_none_or(|model| member.worker.model == *model))?;
+        let member = fleet
+            .member(slot)
+            .filter(|member| model.is_none_or(|model| member.worker.model == *model))?;
         (blocks.total() > 0).then_some((member.rank, blocks))
     };
     let mut found: Vec<_> = table.iter().filter_map(of_rank).collect();

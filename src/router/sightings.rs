@@ -11,7 +11,9 @@ use super::placing::Booked;
 use super::prepared::Prepared;
 use super::question::{Decoders, Step};
 use super::{Prompt, RouteRequest, Router};
-use crate::parity::{Change, Evidence, Foretold, Parity, PromptCheck, Sighting, Told, WatchedPrompt};
+use crate::parity::{
+    Change, Evidence, Foretold, Parity, PromptCheck, Sighting, Told, WatchedPrompt,
+};
 use crate::trust::{Because, Trust};
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -34,7 +36,9 @@ impl Router {
         let request = &prepared.request;
         let hashes = match (&request.foretold, &request.prompt) {
             (Foretold::Shadow(hashes), _) => &**hashes,
-            (Foretold::Prompt, Prompt::Hashed(prompts)) => prompts.first().filter(|_| prompts.len() == 1)?,
+            (Foretold::Prompt, Prompt::Hashed(prompts)) => {
+                prompts.first().filter(|_| prompts.len() == 1)?
+            }
             _ => return None,
         };
         if hashes.is_empty() || !proves_computation(request, &booked.route) {
@@ -47,9 +51,15 @@ impl Router {
         standing.sighting(rank, || {
             let since = self.index.moment(slot)?;
             let watch = self.index.watch(hashes, slot)?;
-            let prompt = WatchedPrompt { watch, blocks: hashes.len(), block_size: hashes.block_size(), since };
+            let prompt = WatchedPrompt {
+                watch,
+                blocks: hashes.len(),
+                block_size: hashes.block_size(),
+                since,
+            };
             // An earlier life of the engine may have stored the blocks, which proves nothing of this one.
-            let is_news = told == Told::All || prompt.watch.most_held() < self.expected_blocks(&prompt, rank);
+            let is_news =
+                told == Told::All || prompt.watch.most_held() < self.expected_blocks(&prompt, rank);
             is_news.then_some(prompt)
         })
     }
@@ -71,7 +81,9 @@ impl Router {
     /// size.
     fn expected_blocks(&self, prompt: &WatchedPrompt, rank: WorkerRank) -> usize {
         let engine = self.trust(rank).engine_block_size;
-        let count = engine.map_or(1, |engine| engine.tokens() / prompt.block_size.tokens()).max(1);
+        let count = engine
+            .map_or(1, |engine| engine.tokens() / prompt.block_size.tokens())
+            .max(1);
         prompt.blocks / count * count
     }
 
@@ -86,7 +98,12 @@ impl Router {
         }
         let held = prompt.watch.most_held();
         let expected = self.expected_blocks(prompt, rank);
-        let check = PromptCheck { held, expected, now: self.index.moment(slot)?, told };
+        let check = PromptCheck {
+            held,
+            expected,
+            now: self.index.moment(slot)?,
+            told,
+        };
         sighting.found(check)
     }
 }

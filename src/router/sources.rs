@@ -95,7 +95,9 @@ impl Sources {
 
     /// A request that was routed at some instant had to store blocks on a rank, and was answered.
     pub(super) fn answered(&self, rank: WorkerRank, routed: Instant, now: Instant) {
-        let Some(source) = self.watched.get(&rank).map(|source| source.clone()) else { return };
+        let Some(source) = self.watched.get(&rank).map(|source| source.clone()) else {
+            return;
+        };
         source.lock().answered(routed, now);
     }
 

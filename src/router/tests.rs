@@ -19,7 +19,12 @@ use crate::block::LocalHash;
 use crate::worker::{BlockSize, Capacity, Endpoint, Ranks, Role, Worker, WorkerId};
 
 fn worker(id: u64) -> Worker {
-    Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap())
+    Worker::new(
+        WorkerId(id),
+        "127.0.0.1:8000".parse().unwrap(),
+        "m".into(),
+        BlockSize::new(4).unwrap(),
+    )
 }
 
 /// A router with one worker rank.
@@ -31,7 +36,11 @@ fn router_of(workers: impl IntoIterator<Item = Worker>, settings: RouterSettings
     clocked(workers, settings, &Clock::default())
 }
 
-fn clocked(workers: impl IntoIterator<Item = Worker>, settings: RouterSettings, clock: &Clock) -> Router {
+fn clocked(
+    workers: impl IntoIterator<Item = Worker>,
+    settings: RouterSettings,
+    clock: &Clock,
+) -> Router {
     let clock = clock.clone();
     let load = LoadTracker::new(move || clock.now());
     let router = Router::new(PrefixIndex::new(), load, settings, 1);
@@ -42,9 +51,15 @@ fn clocked(workers: impl IntoIterator<Item = Worker>, settings: RouterSettings, 
 /// What the keeper does, as far as the router sees it.
 fn publish(router: &Router, workers: impl IntoIterator<Item = Worker>) {
     let change = router.fleet().reconcile(workers.into_iter().collect());
-    change.added.iter().for_each(|member| router.load().open(member.slot, member.rank));
+    change
+        .added
+        .iter()
+        .for_each(|member| router.load().open(member.slot, member.rank));
     router.publish(Arc::new(change.fleet));
-    change.removed.iter().for_each(|member| router.load().close(member.slot));
+    change
+        .removed
+        .iter()
+        .for_each(|member| router.load().close(member.slot));
 }
 
 /// A clock that goes only when it is told.
@@ -115,16 +130,30 @@ fn of_very_many_prompts_all_are_searched_for() {
 
 #[test]
 fn index_limits_follow_capacity_and_settings() {
-    let settings = |most| RouterSettings { most_blocks_per_tier: most, ..RouterSettings::default() };
+    let settings = |most| RouterSettings {
+        most_blocks_per_tier: most,
+        ..RouterSettings::default()
+    };
     let mut sized = worker(2);
     sized.capacity.total_kv_blocks = Some(100);
     let router = router_of([worker(1), sized], settings(Some(50)));
     let fleet = router.fleet();
-    let _writers: Vec<_> = fleet.members().map(|member| router.index().join(member.slot)).collect();
+    let _writers: Vec<_> = fleet
+        .members()
+        .map(|member| router.index().join(member.slot))
+        .collect();
     let limits = || {
-        router.index().stats().slots.iter().map(|slot| (slot.limits.device, slot.limits.lower_tier)).collect::<Vec<_>>()
+        router
+            .index()
+            .stats()
+            .slots
+            .iter()
+            .map(|slot| (slot.limits.device, slot.limits.lower_tier))
+            .collect::<Vec<_>>()
     };
-    fleet.members().for_each(|member| router.limit_blocks(member));
+    fleet
+        .members()
+        .for_each(|member| router.limit_blocks(member));
     assert_eq!(limits(), [(50, 50), (400, 400)]);
     router.set_settings(settings(Some(1_000)));
     assert_eq!(limits(), [(1_000, 1_000), (400, 1_000)]);

@@ -56,19 +56,32 @@ pub(super) struct Scale<'a> {
 }
 
 impl<'a> Scale<'a> {
-    pub(super) fn new(question: &'a Question, candidates: &[Candidate], weights: &'a Weights) -> Self {
+    pub(super) fn new(
+        question: &'a Question,
+        candidates: &[Candidate],
+        weights: &'a Weights,
+    ) -> Self {
         let fades = question.track_prefill && weights.overlap_score_credit_decay > 0.0;
-        let backlog = candidates.iter().map(|candidate| candidate.load.active_prefill_tokens);
+        let backlog = candidates
+            .iter()
+            .map(|candidate| candidate.load.active_prefill_tokens);
         let block_size = question.block_size.tokens();
         let tokens = question.prompt_tokens;
-        let decode_variant =
-            question.role == Role::Decode && !question.track_prefill && weights.overlap_score_credit > 0.0;
+        let decode_variant = question.role == Role::Decode
+            && !question.track_prefill
+            && weights.overlap_score_credit > 0.0;
         Self {
             question,
             weights,
             block_size: block_size as f64,
-            surely_within: if tokens <= 1 << f64::MANTISSA_DIGITS { tokens as f64 } else { -1.0 },
-            per_block: block_size.is_power_of_two().then_some(1.0 / block_size as f64),
+            surely_within: if tokens <= 1 << f64::MANTISSA_DIGITS {
+                tokens as f64
+            } else {
+                -1.0
+            },
+            per_block: block_size
+                .is_power_of_two()
+                .then_some(1.0 / block_size as f64),
             prompt_blocks: (question.required_blocks() as f64).max(1.0),
             least_prefill: fades.then(|| backlog.min()).flatten(),
             decode_variant,
@@ -78,7 +91,10 @@ impl<'a> Scale<'a> {
 
     /// Cached blocks, lower tiers by their weights.
     pub(super) fn effective(&self, candidate: &Candidate) -> f64 {
-        candidate.overlap.effective(self.weights.host_cache_hit_weight, self.weights.disk_cache_hit_weight)
+        candidate.overlap.effective(
+            self.weights.host_cache_hit_weight,
+            self.weights.disk_cache_hit_weight,
+        )
     }
 
     /// Cached tokens, lower tiers by their weights.
@@ -90,7 +106,9 @@ impl<'a> Scale<'a> {
     /// total, need not be computed: sums of floats do not shrink when a part of them grows.
     #[inline(always)]
     pub(super) fn is_dearer(&self, candidate: &Candidate, than: f64) -> bool {
-        let known = !self.decode_variant && candidate.preference == 0.0 && self.weights.prefill_load_scale >= 0.0;
+        let known = !self.decode_variant
+            && candidate.preference == 0.0
+            && self.weights.prefill_load_scale >= 0.0;
         known && self.busy(candidate) + self.request_cost(candidate) > than
     }
 
@@ -106,12 +124,24 @@ impl<'a> Scale<'a> {
     /// The total of a candidate that gets no credit for anything, as most do.
     #[inline(always)]
     pub(super) fn plain_total(&self, candidate: &Candidate) -> Option<f64> {
-        if !self.plain || candidate.overlap != TierBlocks::default() || candidate.preference != 0.0 {
+        if !self.plain || candidate.overlap != TierBlocks::default() || candidate.preference != 0.0
+        {
             return None;
         }
-        let tokens = candidate.load.active_prefill_tokens.saturating_add(self.question.prompt_tokens);
-        let prefill = if self.question.track_prefill { self.in_blocks(tokens) } else { 0.0 };
-        Some(self.weights.prefill_load_scale * prefill + self.busy(candidate) + self.request_cost(candidate))
+        let tokens = candidate
+            .load
+            .active_prefill_tokens
+            .saturating_add(self.question.prompt_tokens);
+        let prefill = if self.question.track_prefill {
+            self.in_blocks(tokens)
+        } else {
+            0.0
+        };
+        Some(
+            self.weights.prefill_load_scale * prefill
+                + self.busy(candidate)
+                + self.request_cost(candidate),
+        )
     }
 
     /// All terms. Inlined, so that what only wants the total computes no more than that.
@@ -121,21 +151,30 @@ impl<'a> Scale<'a> {
         let overlap = candidate.overlap;
         let credit_decay = self.credit_decay(candidate);
         let trust_credit = candidate.trust_credit;
-        let device_credit = weights.overlap_score_credit * credit_decay * f64::from(overlap.device) * trust_credit;
+        let device_credit =
+            weights.overlap_score_credit * credit_decay * f64::from(overlap.device) * trust_credit;
         let host_credit = weights.host_cache_hit_weight * f64::from(overlap.host) * trust_credit;
         let lowest = f64::from(overlap.disk) + f64::from(overlap.external);
         let disk_credit = weights.disk_cache_hit_weight * lowest * trust_credit;
-        let shared_credit = weights.shared_cache_multiplier * self.question.shared_beyond(overlap.device) as f64;
+        let shared_credit =
+            weights.shared_cache_multiplier * self.question.shared_beyond(overlap.device) as f64;
         let credit = device_credit + host_credit + disk_credit + shared_credit;
         let prefill_blocks = self.in_blocks(self.prefill_tokens(candidate));
         let busy = self.busy(candidate);
         let (prefill_cost, decode_cost) = if self.decode_variant {
             (0.0, (busy - credit).max(0.0))
         } else {
-            (weights.prefill_load_scale * (prefill_blocks - credit).max(0.0), busy)
+            (
+                weights.prefill_load_scale * (prefill_blocks - credit).max(0.0),
+                busy,
+            )
         };
         let request_cost = self.request_cost(candidate);
-        let taint_factor = if candidate.preference == 0.0 { 1.0 } else { (-candidate.preference.tanh()).exp() };
+        let taint_factor = if candidate.preference == 0.0 {
+            1.0
+        } else {
+            (-candidate.preference.tanh()).exp()
+        };
         Cost {
             prefill_blocks,
             credit_decay,
@@ -164,7 +203,9 @@ impl<'a> Scale<'a> {
 
     #[inline]
     fn credit_decay(&self, candidate: &Candidate) -> f64 {
-        let Some(least) = self.least_prefill else { return 1.0 };
+        let Some(least) = self.least_prefill else {
+            return 1.0;
+        };
         let above = self.in_blocks(candidate.load.active_prefill_tokens.saturating_sub(least));
         1.0 / (1.0 + self.weights.overlap_score_credit_decay * above / self.prompt_blocks)
     }
@@ -185,7 +226,11 @@ impl<'a> Scale<'a> {
         }
         let cached = self.effective(candidate) * self.block_size;
         let prompt = self.question.prompt_tokens;
-        let tokens = if cached <= self.surely_within { prompt } else { prompt.max(rounded(cached)) };
+        let tokens = if cached <= self.surely_within {
+            prompt
+        } else {
+            prompt.max(rounded(cached))
+        };
         candidate.load.active_prefill_tokens.saturating_add(tokens)
     }
 }

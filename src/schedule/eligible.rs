@@ -88,7 +88,9 @@ impl fmt::Display for Excluded<'_> {
             Excluded::NotAllowed => "is not among the allowed workers",
             Excluded::OtherPool(pool) => return write!(f, "is not of the pool `{pool}`"),
             Excluded::NotInSubset => "is not in Envoy's subset",
-            Excluded::MissingTaint(taint) => return write!(f, "lacks the required taint `{taint}`"),
+            Excluded::MissingTaint(taint) => {
+                return write!(f, "lacks the required taint `{taint}`");
+            }
             Excluded::Unavailable => "takes no requests",
             Excluded::Overloaded => "is overloaded",
             Excluded::Unhealthy => "is unhealthy",
@@ -113,7 +115,9 @@ pub enum Ineligible {
         rank: DpRank,
     },
     /// The pin names no rank, and the worker has several.
-    #[error("the request is pinned to worker {worker}, which has {ranks} ranks, but names none of them")]
+    #[error(
+        "the request is pinned to worker {worker}, which has {ranks} ranks, but names none of them"
+    )]
     PinRankMissing {
         /// The worker.
         worker: WorkerId,
@@ -141,14 +145,27 @@ pub fn eligible<'a>(
     standing: impl Fn(&Member) -> Standing,
 ) -> Result<Vec<&'a Member>, Ineligible> {
     // Usually nothing is demanded and nobody excluded, and then nothing has to be weighed.
-    let narrows = constraints.exclusive.is_some() || constraints.adapter.is_some() || members.is_empty();
-    if !narrows && members.iter().all(|member| constraints.judge(member, &standing).is_none()) {
+    let narrows =
+        constraints.exclusive.is_some() || constraints.adapter.is_some() || members.is_empty();
+    if !narrows
+        && members
+            .iter()
+            .all(|member| constraints.judge(member, &standing).is_none())
+    {
         return Ok(members.to_vec());
     }
     let verdicts = verdicts(members, constraints, standing);
-    let candidates: Vec<_> =
-        members.iter().zip(&verdicts).filter(|(_, verdict)| verdict.is_none()).map(|(member, _)| *member).collect();
-    if candidates.is_empty() { Err(ineligible(members, constraints, &verdicts)) } else { Ok(candidates) }
+    let candidates: Vec<_> = members
+        .iter()
+        .zip(&verdicts)
+        .filter(|(_, verdict)| verdict.is_none())
+        .map(|(member, _)| *member)
+        .collect();
+    if candidates.is_empty() {
+        Err(ineligible(members, constraints, &verdicts))
+    } else {
+        Ok(candidates)
+    }
 }
 
 /// For each member why it may not be chosen, or `None` where it may.
@@ -157,13 +174,20 @@ pub fn verdicts<'c>(
     constraints: &'c Constraints,
     standing: impl Fn(&Member) -> Standing,
 ) -> Vec<Option<Excluded<'c>>> {
-    let mut verdicts: Vec<_> = members.iter().map(|member| constraints.judge(member, &standing)).collect();
+    let mut verdicts: Vec<_> = members
+        .iter()
+        .map(|member| constraints.judge(member, &standing))
+        .collect();
     keep_the_healthy(&mut verdicts);
     if let Some(exclusive) = constraints.exclusive {
-        narrow(members, &mut verdicts, Excluded::OtherAffinity, |member| member.rank == exclusive);
+        narrow(members, &mut verdicts, Excluded::OtherAffinity, |member| {
+            member.rank == exclusive
+        });
     }
     if let Some(adapter) = &constraints.adapter {
-        narrow(members, &mut verdicts, Excluded::NoAdapter, |member| member.worker.adapters.contains(adapter));
+        narrow(members, &mut verdicts, Excluded::NoAdapter, |member| {
+            member.worker.adapters.contains(adapter)
+        });
     }
     verdicts
 }
@@ -172,18 +196,27 @@ pub fn verdicts<'c>(
 #[inline]
 pub fn preference(constraints: &Constraints, worker: &Worker) -> f64 {
     // Hardly a request prefers anything; then nobody needs to be asked what he carries.
-    if constraints.preferred_taints.is_empty() { 0.0 } else { preferred(constraints, worker) }
+    if constraints.preferred_taints.is_empty() {
+        0.0
+    } else {
+        preferred(constraints, worker)
+    }
 }
 
 fn preferred(constraints: &Constraints, worker: &Worker) -> f64 {
-    let carried = constraints.preferred_taints.iter().filter(|(taint, _)| worker.carries(taint));
+    let carried = constraints
+        .preferred_taints
+        .iter()
+        .filter(|(taint, _)| worker.carries(taint));
     // Not `sum`, which is -0 for nothing.
     carried.fold(0.0, |sum, (_, weight)| sum + weight)
 }
 
 /// A prefill worker demands a place that it does not say it has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the prefill worker {worker} demands a decode worker of its own {domain}, but does not say where it stands")]
+#[error(
+    "the prefill worker {worker} demands a decode worker of its own {domain}, but does not say where it stands"
+)]
 pub struct PlaceUnknown {
     /// The worker.
     pub worker: WorkerId,
@@ -194,20 +227,30 @@ pub struct PlaceUnknown {
 impl Constraints {
     /// Adds what the worker that does the prefill demands of the one that decodes.
     pub fn follow(&mut self, prefill: &Worker) -> Result<(), PlaceUnknown> {
-        let Some(transfer) = &prefill.kv_transfer else { return Ok(()) };
+        let Some(transfer) = &prefill.kv_transfer else {
+            return Ok(());
+        };
         let domain = &transfer.domain;
-        let unknown = || PlaceUnknown { worker: prefill.id, domain: domain.clone() };
+        let unknown = || PlaceUnknown {
+            worker: prefill.id,
+            domain: domain.clone(),
+        };
         let taint = topology_taint(domain, prefill.topology.get(domain).ok_or_else(unknown)?);
         match transfer.enforcement {
             Enforcement::Required => drop(self.required_taints.insert(taint)),
-            Enforcement::Preferred(weight) => *self.preferred_taints.entry(taint).or_insert(0.0) += weight,
+            Enforcement::Preferred(weight) => {
+                *self.preferred_taints.entry(taint).or_insert(0.0) += weight
+            }
         }
         Ok(())
     }
 
     /// Whether nobody is excluded but for the role and how he stands.
     pub fn admit_all(&self) -> bool {
-        let (named, taints) = (self.pin.is_none() && self.allowed.is_none(), self.required_taints.is_empty());
+        let (named, taints) = (
+            self.pin.is_none() && self.allowed.is_none(),
+            self.required_taints.is_empty(),
+        );
         named
             && taints
             && self.pool.is_none()
@@ -219,11 +262,19 @@ impl Constraints {
     /// Whether the gateway allows a worker: it is of the pool, and among the endpoints.
     pub fn lists(&self, worker: &Worker) -> bool {
         let of_pool = self.pool.as_ref().is_none_or(|pool| worker.is_of(pool));
-        of_pool && self.endpoints.as_ref().is_none_or(|subset| subset.contains(worker.endpoint))
+        of_pool
+            && self
+                .endpoints
+                .as_ref()
+                .is_none_or(|subset| subset.contains(worker.endpoint))
     }
 
     /// What one member is excluded for, by itself.
-    fn judge(&self, member: &Member, standing: &impl Fn(&Member) -> Standing) -> Option<Excluded<'_>> {
+    fn judge(
+        &self,
+        member: &Member,
+        standing: &impl Fn(&Member) -> Standing,
+    ) -> Option<Excluded<'_>> {
         let worker = &*member.worker;
         if (self.role == Role::Prefill) != (worker.role == Role::Prefill) {
             return Some(Excluded::OtherRole);
@@ -236,16 +287,28 @@ impl Constraints {
                 return Some(Excluded::WrongRank);
             }
         }
-        if self.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker.id)) {
+        if self
+            .allowed
+            .as_ref()
+            .is_some_and(|allowed| !allowed.contains(&worker.id))
+        {
             return Some(Excluded::NotAllowed);
         }
         if let Some(pool) = self.pool.as_deref().filter(|pool| !worker.is_of(pool)) {
             return Some(Excluded::OtherPool(pool));
         }
-        if self.endpoints.as_ref().is_some_and(|subset| !subset.contains(worker.endpoint)) {
+        if self
+            .endpoints
+            .as_ref()
+            .is_some_and(|subset| !subset.contains(worker.endpoint))
+        {
             return Some(Excluded::NotInSubset);
         }
-        if let Some(taint) = self.required_taints.iter().find(|taint| !worker.carries(taint)) {
+        if let Some(taint) = self
+            .required_taints
+            .iter()
+            .find(|taint| !worker.carries(taint))
+        {
             return Some(Excluded::MissingTaint(taint));
         }
         match standing(member) {
@@ -259,16 +322,25 @@ impl Constraints {
 
 /// Whether a pin to the member's worker means this rank of it.
 fn means(pin: Pin, member: &Member) -> bool {
-    pin.rank.map_or(member.worker.ranks.size.get() == 1, |rank| rank == member.rank.rank)
+    pin.rank
+        .map_or(member.worker.ranks.size.get() == 1, |rank| {
+            rank == member.rank.rank
+        })
 }
 
 /// Lets the unhealthy in where nobody would serve but for their health. One that is healthy and only overloaded says that
 /// verdicts can be trusted; then it is better to wait for it.
 fn keep_the_healthy(verdicts: &mut [Option<Excluded<'_>>]) {
-    if verdicts.iter().any(|verdict| matches!(verdict, None | Some(Excluded::Overloaded))) {
+    if verdicts
+        .iter()
+        .any(|verdict| matches!(verdict, None | Some(Excluded::Overloaded)))
+    {
         return;
     }
-    for verdict in verdicts.iter_mut().filter(|verdict| **verdict == Some(Excluded::Unhealthy)) {
+    for verdict in verdicts
+        .iter_mut()
+        .filter(|verdict| **verdict == Some(Excluded::Unhealthy))
+    {
         *verdict = None;
     }
 }
@@ -280,7 +352,11 @@ fn narrow<'c>(
     why: Excluded<'c>,
     keep: impl Fn(&Member) -> bool,
 ) {
-    if members.iter().zip(verdicts.iter()).any(|(member, verdict)| verdict.is_none() && keep(member)) {
+    if members
+        .iter()
+        .zip(verdicts.iter())
+        .any(|(member, verdict)| verdict.is_none() && keep(member))
+    {
         for (member, verdict) in members.iter().zip(verdicts) {
             *verdict = verdict.or_else(|| (!keep(member)).then_some(why));
         }
@@ -288,32 +364,57 @@ fn narrow<'c>(
 }
 
 /// Names what left nobody.
-fn ineligible(members: &[&Member], constraints: &Constraints, verdicts: &[Option<Excluded<'_>>]) -> Ineligible {
+fn ineligible(
+    members: &[&Member],
+    constraints: &Constraints,
+    verdicts: &[Option<Excluded<'_>>],
+) -> Ineligible {
     let overloaded = verdicts.contains(&Some(Excluded::Overloaded));
     // Where the gateway allows nobody, no other pin would do.
-    if !members.iter().any(|member| constraints.lists(&member.worker)) {
+    if !members
+        .iter()
+        .any(|member| constraints.lists(&member.worker))
+    {
         return Ineligible::NoEndpoints;
     }
     let Some(pin) = constraints.pin else {
-        return if overloaded { Ineligible::AllEligibleWorkersOverloaded } else { Ineligible::NoEndpoints };
+        return if overloaded {
+            Ineligible::AllEligibleWorkersOverloaded
+        } else {
+            Ineligible::NoEndpoints
+        };
     };
     let worker = pin.worker;
-    if constraints.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker)) {
+    if constraints
+        .allowed
+        .as_ref()
+        .is_some_and(|allowed| !allowed.contains(&worker))
+    {
         return Ineligible::PinnedWorkerNotAllowed(worker);
     }
     if overloaded {
         return Ineligible::PinnedWorkerOverloaded(worker);
     }
-    let foreign = |verdict: &Option<Excluded<'_>>| matches!(verdict, Some(Excluded::OtherRole | Excluded::NotPinned));
-    let own = members.iter().zip(verdicts).find(|(_, verdict)| !foreign(verdict));
-    let Some((member, _)) = own else { return Ineligible::PinUnknown(worker) };
+    let foreign = |verdict: &Option<Excluded<'_>>| {
+        matches!(verdict, Some(Excluded::OtherRole | Excluded::NotPinned))
+    };
+    let own = members
+        .iter()
+        .zip(verdicts)
+        .find(|(_, verdict)| !foreign(verdict));
+    let Some((member, _)) = own else {
+        return Ineligible::PinUnknown(worker);
+    };
     if !constraints.lists(&member.worker) {
         return Ineligible::NoEndpoints;
     }
     let ranks = member.worker.ranks;
     match pin.rank {
         Some(rank) if !ranks.contains(rank) => Ineligible::PinRankUnknown { worker, rank },
-        None if ranks.size.get() > 1 => Ineligible::PinRankMissing { worker, ranks: ranks.size.get() },
+        None if ranks.size.get() > 1 => Ineligible::PinRankMissing {
+            worker,
+            ranks: ranks.size.get(),
+        },
         _ => Ineligible::NoEndpoints,
     }
 }

@@ -31,7 +31,12 @@ pub struct Thresholds {
 
 impl Default for Thresholds {
     fn default() -> Self {
-        Self { decode_blocks: None, prefill_tokens: None, prefill_tokens_fraction: None, mark: Duration::from_secs(1) }
+        Self {
+            decode_blocks: None,
+            prefill_tokens: None,
+            prefill_tokens_fraction: None,
+            mark: Duration::from_secs(1),
+        }
     }
 }
 
@@ -40,14 +45,22 @@ impl Thresholds {
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
         let rules = [
             ("decode_blocks", self.decode_blocks, 1.0),
-            ("prefill_tokens_fraction", self.prefill_tokens_fraction, f64::INFINITY),
+            (
+                "prefill_tokens_fraction",
+                self.prefill_tokens_fraction,
+                f64::INFINITY,
+            ),
         ];
-        rules.into_iter().try_for_each(|(name, value, most)| value.map_or(Ok(()), |value| within(name, value, most)))
+        rules.into_iter().try_for_each(|(name, value, most)| {
+            value.map_or(Ok(()), |value| within(name, value, most))
+        })
     }
 
     /// Whether any threshold on the load is set.
     pub fn any(&self) -> bool {
-        self.decode_blocks.is_some() || self.prefill_tokens.is_some() || self.prefill_tokens_fraction.is_some()
+        self.decode_blocks.is_some()
+            || self.prefill_tokens.is_some()
+            || self.prefill_tokens_fraction.is_some()
     }
 
     fn blocks_exceeded(
@@ -57,7 +70,9 @@ impl Thresholds {
         capacity: Capacity,
         latched: &mut HashSet<WorkerRank>,
     ) -> bool {
-        let Some(threshold) = self.decode_blocks else { return false };
+        let Some(threshold) = self.decode_blocks else {
+            return false;
+        };
         let total = capacity.total_kv_blocks.filter(|total| *total > 0);
         let counted = total.map(|total| occupancy.load.active_blocks as f64 / total as f64);
         let reported = occupancy.reported_usage.filter(|usage| !usage.is_nan());
@@ -81,7 +96,9 @@ impl Thresholds {
         let tokens = load.active_prefill_tokens;
         let step = capacity.max_num_batched_tokens.unwrap_or(UNKNOWN_STEP) as f64;
         self.prefill_tokens.is_some_and(|most| tokens > most)
-            || self.prefill_tokens_fraction.is_some_and(|fraction| tokens as f64 > fraction * step)
+            || self
+                .prefill_tokens_fraction
+                .is_some_and(|fraction| tokens as f64 > fraction * step)
     }
 }
 
@@ -127,7 +144,10 @@ impl Overloaded {
 impl Overload {
     /// Nobody is overloaded yet.
     pub fn new(thresholds: Thresholds) -> Self {
-        Self { thresholds: RwLock::new(thresholds), ..Self::default() }
+        Self {
+            thresholds: RwLock::new(thresholds),
+            ..Self::default()
+        }
     }
 
     /// Judges by other thresholds from now on. Who went over the old one is looked at anew.
@@ -152,7 +172,9 @@ impl Overload {
     }
 
     fn mark_for(&self, worker: WorkerId, now: Instant, time: Duration) {
-        let Some(end) = now.checked_add(time) else { return };
+        let Some(end) = now.checked_add(time) else {
+            return;
+        };
         let mut marks = self.marks.lock();
         let mark = marks.entry(worker).or_insert(end);
         *mark = end.max(*mark);
@@ -162,7 +184,9 @@ impl Overload {
     /// The workers that are left alone, and for how long still.
     pub fn marks(&self, now: Instant) -> Vec<(WorkerId, Duration)> {
         let marks = self.marks.lock();
-        let left = |(worker, end): (&WorkerId, &Instant)| Some((*worker, end.checked_duration_since(now)?));
+        let left = |(worker, end): (&WorkerId, &Instant)| {
+            Some((*worker, end.checked_duration_since(now)?))
+        };
         marks.iter().filter_map(left).collect()
     }
 
@@ -192,10 +216,20 @@ impl Overload {
     }
 
     /// The same without taking note of what is seen: who only looks must not change later verdicts.
-    pub fn peek(&self, members: &[&Member], now: Instant, occupancy: impl Fn(&Member) -> Occupancy) -> Overloaded {
+    pub fn peek(
+        &self,
+        members: &[&Member],
+        now: Instant,
+        occupancy: impl Fn(&Member) -> Occupancy,
+    ) -> Overloaded {
         let thresholds = *self.thresholds.read();
         let full = match thresholds.any() {
-            true => over_thresholds(&thresholds, members, occupancy, &mut self.latched.lock().clone()),
+            true => over_thresholds(
+                &thresholds,
+                members,
+                occupancy,
+                &mut self.latched.lock().clone(),
+            ),
             false => Vec::new(),
         };
         self.marked_or(full, now)

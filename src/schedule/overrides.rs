@@ -39,13 +39,20 @@ impl Overrides {
     pub fn apply(&self, weights: &Weights) -> Weights {
         let no_credit = self.overlap_score_weight.filter(|weight| *weight == 0.0);
         Weights {
-            overlap_score_credit: self.overlap_score_credit.or(no_credit).unwrap_or(weights.overlap_score_credit),
+            overlap_score_credit: self
+                .overlap_score_credit
+                .or(no_credit)
+                .unwrap_or(weights.overlap_score_credit),
             prefill_load_scale: self
                 .prefill_load_scale
                 .or(self.overlap_score_weight)
                 .unwrap_or(weights.prefill_load_scale),
-            router_temperature: self.router_temperature.unwrap_or(weights.router_temperature),
-            shared_cache_multiplier: self.shared_cache_multiplier.unwrap_or(weights.shared_cache_multiplier),
+            router_temperature: self
+                .router_temperature
+                .unwrap_or(weights.router_temperature),
+            shared_cache_multiplier: self
+                .shared_cache_multiplier
+                .unwrap_or(weights.shared_cache_multiplier),
             ..*weights
         }
     }
@@ -60,7 +67,9 @@ impl Overrides {
             ("shared_cache_multiplier", self.shared_cache_multiplier, 1.0),
             ("overlap_score_weight", self.overlap_score_weight, unbounded),
         ];
-        rules.into_iter().try_for_each(|(name, value, most)| value.map_or(Ok(()), |value| within(name, value, most)))
+        rules.into_iter().try_for_each(|(name, value, most)| {
+            value.map_or(Ok(()), |value| within(name, value, most))
+        })
     }
 }
 
@@ -74,11 +83,20 @@ mod tests {
 
     #[test]
     fn only_what_a_request_sets_differs() {
-        let configured = Weights { host_cache_hit_weight: 0.5, ..Weights::default() };
+        let configured = Weights {
+            host_cache_hit_weight: 0.5,
+            ..Weights::default()
+        };
         assert_eq!(read("{}").apply(&configured), configured);
-        let set = read(r#"{"overlap_score_credit": 2, "router_temperature": 0.5, "shared_cache_multiplier": 1}"#);
-        let expected =
-            Weights { overlap_score_credit: 2.0, router_temperature: 0.5, shared_cache_multiplier: 1.0, ..configured };
+        let set = read(
+            r#"{"overlap_score_credit": 2, "router_temperature": 0.5, "shared_cache_multiplier": 1}"#,
+        );
+        let expected = Weights {
+            overlap_score_credit: 2.0,
+            router_temperature: 0.5,
+            shared_cache_multiplier: 1.0,
+            ..configured
+        };
         assert_eq!(set.apply(&configured), expected);
         assert!(serde_json::from_str::<Overrides>(r#"{"host_cache_hit_weight": 1}"#).is_err());
     }
@@ -88,11 +106,23 @@ mod tests {
         for (text, scale, credit) in [
             (r#"{"overlap_score_weight": 3}"#, 3.0, 1.0),
             (r#"{"overlap_score_weight": 0}"#, 0.0, 0.0),
-            (r#"{"overlap_score_weight": 0, "overlap_score_credit": 2}"#, 0.0, 2.0),
-            (r#"{"overlap_score_weight": 0, "prefill_load_scale": 2}"#, 2.0, 0.0),
+            (
+                r#"{"overlap_score_weight": 0, "overlap_score_credit": 2}"#,
+                0.0,
+                2.0,
+            ),
+            (
+                r#"{"overlap_score_weight": 0, "prefill_load_scale": 2}"#,
+                2.0,
+                0.0,
+            ),
         ] {
             let weights = read(text).apply(&Weights::default());
-            assert_eq!((weights.prefill_load_scale, weights.overlap_score_credit), (scale, credit), "{text}");
+            assert_eq!(
+                (weights.prefill_load_scale, weights.overlap_score_credit),
+                (scale, credit),
+                "{text}"
+            );
         }
     }
 
@@ -105,8 +135,17 @@ mod tests {
             ("shared_cache_multiplier", "1.1"),
             ("overlap_score_weight", "-3"),
         ] {
-            assert_eq!(read(&format!(r#"{{"{name}": {value}}}"#)).validate().unwrap_err().0, name);
+            assert_eq!(
+                read(&format!(r#"{{"{name}": {value}}}"#))
+                    .validate()
+                    .unwrap_err()
+                    .0,
+                name
+            );
         }
-        assert_eq!(read(r#"{"shared_cache_multiplier": 1, "router_temperature": 0}"#).validate(), Ok(()));
+        assert_eq!(
+            read(r#"{"shared_cache_multiplier": 1, "router_temperature": 0}"#).validate(),
+            Ok(())
+        );
     }
 }

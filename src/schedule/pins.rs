@@ -39,10 +39,17 @@ impl NamedWorkers {
             Role::Prefill => {
                 // Headers have one name for the general worker and the decode worker. Who decodes is not meant to
                 // prefill for itself by the way of another.
-                let general = self.worker.filter(|worker| self.decode_worker != Some(*worker));
-                (self.prefill_worker.or(general), rank(self.prefill_rank).or(rank(self.rank)))
+                let general = self
+                    .worker
+                    .filter(|worker| self.decode_worker != Some(*worker));
+                (
+                    self.prefill_worker.or(general),
+                    rank(self.prefill_rank).or(rank(self.rank)),
+                )
             }
-            Role::Decode | Role::Aggregated => (self.decode_worker.or(self.worker), rank(self.rank)),
+            Role::Decode | Role::Aggregated => {
+                (self.decode_worker.or(self.worker), rank(self.rank))
+            }
         };
         worker.map(|worker| Pin { worker, rank })
     }
@@ -56,23 +63,56 @@ mod tests {
     fn each_phase_takes_its_own_id_before_the_general_one() {
         let id = |id| Some(WorkerId(id));
         let rank = |rank| Some(DpRank(rank));
-        let pin = |worker, rank| Some(Pin { worker: WorkerId(worker), rank });
+        let pin = |worker, rank| {
+            Some(Pin {
+                worker: WorkerId(worker),
+                rank,
+            })
+        };
         let none = NamedWorkers::default();
-        let general = NamedWorkers { worker: id(1), rank: rank(4), ..none };
-        let header = NamedWorkers { decode_worker: id(1), ..general };
-        let both = NamedWorkers { prefill_worker: id(2), ..header };
-        let ranked = NamedWorkers { prefill_rank: rank(5), ..both };
-        let unset = NamedWorkers { rank: Some(NamedWorkers::NO_RANK), prefill_rank: rank(u32::MAX), ..both };
+        let general = NamedWorkers {
+            worker: id(1),
+            rank: rank(4),
+            ..none
+        };
+        let header = NamedWorkers {
+            decode_worker: id(1),
+            ..general
+        };
+        let both = NamedWorkers {
+            prefill_worker: id(2),
+            ..header
+        };
+        let ranked = NamedWorkers {
+            prefill_rank: rank(5),
+            ..both
+        };
+        let unset = NamedWorkers {
+            rank: Some(NamedWorkers::NO_RANK),
+            prefill_rank: rank(u32::MAX),
+            ..both
+        };
         for (named, prefill, decode) in [
             (none, None, None),
-            (NamedWorkers { rank: rank(4), ..none }, None, None),
+            (
+                NamedWorkers {
+                    rank: rank(4),
+                    ..none
+                },
+                None,
+                None,
+            ),
             (general, pin(1, rank(4)), pin(1, rank(4))),
             (header, None, pin(1, rank(4))),
             (both, pin(2, rank(4)), pin(1, rank(4))),
             (ranked, pin(2, rank(5)), pin(1, rank(4))),
             (unset, pin(2, None), pin(1, None)),
         ] {
-            assert_eq!((named.pin(Role::Prefill), named.pin(Role::Decode)), (prefill, decode), "{named:?}");
+            assert_eq!(
+                (named.pin(Role::Prefill), named.pin(Role::Decode)),
+                (prefill, decode),
+                "{named:?}"
+            );
             assert_eq!(named.pin(Role::Aggregated), decode, "{named:?}");
         }
     }

@@ -18,13 +18,21 @@ impl Subset {
     /// Reads the entries of a list, or texts with commas between entries. What cannot be read allows nobody.
     pub fn parse<'a>(entries: impl IntoIterator<Item = &'a str>) -> Self {
         let mut subset = Self::default();
-        let entries = entries.into_iter().flat_map(|text| text.split(',')).map(str::trim);
-        entries.filter(|entry| !entry.is_empty()).for_each(|entry| subset.read(entry));
+        let entries = entries
+            .into_iter()
+            .flat_map(|text| text.split(','))
+            .map(str::trim);
+        entries
+            .filter(|entry| !entry.is_empty())
+            .for_each(|entry| subset.read(entry));
         subset
     }
 
     fn read(&mut self, entry: &str) {
-        let address = entry.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(entry);
+        let address = entry
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'))
+            .unwrap_or(entry);
         if let Ok(endpoint) = entry.parse::<SocketAddr>() {
             self.endpoints.insert(Endpoint(endpoint).canonical());
         } else if let Ok(address) = address.parse::<IpAddr>() {
@@ -53,7 +61,10 @@ impl Subset {
 
 impl FromIterator<Endpoint> for Subset {
     fn from_iter<I: IntoIterator<Item = Endpoint>>(endpoints: I) -> Self {
-        Self { endpoints: endpoints.into_iter().map(Endpoint::canonical).collect(), ..Self::default() }
+        Self {
+            endpoints: endpoints.into_iter().map(Endpoint::canonical).collect(),
+            ..Self::default()
+        }
     }
 }
 
@@ -88,7 +99,11 @@ mod tests {
             (&[], "10.0.0.1:80", false),
         ];
         for (entries, endpoint, expected) in cases {
-            assert_eq!(allows(entries, endpoint), expected, "{entries:?} {endpoint}");
+            assert_eq!(
+                allows(entries, endpoint),
+                expected,
+                "{entries:?} {endpoint}"
+            );
         }
     }
 
@@ -97,13 +112,21 @@ mod tests {
         let cases: [(&[&str], usize, bool); 5] = [
             (&[], 0, true),
             (&["", " , "], 0, true),
-            (&["worker:80, 10.0.0.1:x,10.0.0.256", "[::1", ":80"], 5, true),
+            (
+                &["worker:80, 10.0.0.1:x,10.0.0.256", "[::1", ":80"],
+                5,
+                true,
+            ),
             (&["10.0.0.1:99999", "10.0.0.1:80"], 1, false),
             (&["10.0.0.1"], 0, false),
         ];
         for (entries, unreadable, empty) in cases {
             let subset = Subset::parse(entries.iter().copied());
-            assert_eq!((subset.unreadable(), subset.is_empty()), (unreadable, empty), "{entries:?}");
+            assert_eq!(
+                (subset.unreadable(), subset.is_empty()),
+                (unreadable, empty),
+                "{entries:?}"
+            );
         }
     }
 }

@@ -24,13 +24,21 @@ fn counts(candidates: &[Candidate], weights: &Weights, draws: usize) -> Vec<usiz
     let mut rng = StdRng::seed_from_u64(7);
     let mut counts = vec![0; candidates.len()];
     for _ in 0..draws {
-        counts[choose(&question(), candidates, weights, &mut rng).unwrap().index] += 1;
+        counts[choose(&question(), candidates, weights, &mut rng)
+            .unwrap()
+            .index] += 1;
     }
     counts
 }
 
 fn with_requests(requests: [u64; 4]) -> Vec<Candidate> {
-    let loaded = |active_requests| Candidate { load: Load { active_requests, ..Load::default() }, ..candidate() };
+    let loaded = |active_requests| Candidate {
+        load: Load {
+            active_requests,
+            ..Load::default()
+        },
+        ..candidate()
+    };
     requests.into_iter().map(loaded).collect()
 }
 
@@ -38,7 +46,10 @@ fn with_requests(requests: [u64; 4]) -> Vec<Candidate> {
 fn nobody_to_choose_from_is_none() {
     let mut rng = StdRng::seed_from_u64(1);
     for router_temperature in [0.0, 1.0] {
-        let weights = Weights { router_temperature, ..Weights::default() };
+        let weights = Weights {
+            router_temperature,
+            ..Weights::default()
+        };
         assert_eq!(choose(&question(), &[], &weights, &mut rng), None);
     }
 }
@@ -47,8 +58,16 @@ fn nobody_to_choose_from_is_none() {
 fn next_to_no_temperature_takes_the_cheapest() {
     let candidates = with_requests([3, 1, 2, 4]);
     for (router_temperature, weight) in [(f64::MIN_POSITIVE, 1.0), (5e-324, 1.0), (5e-324, 0.1)] {
-        let weights = Weights { router_temperature, decode_active_request_weight: weight, ..Weights::default() };
-        assert_eq!(counts(&candidates, &weights, 50), [0, 50, 0, 0], "{router_temperature:e} {weight}");
+        let weights = Weights {
+            router_temperature,
+            decode_active_request_weight: weight,
+            ..Weights::default()
+        };
+        assert_eq!(
+            counts(&candidates, &weights, 50),
+            [0, 50, 0, 0],
+            "{router_temperature:e} {weight}"
+        );
     }
 }
 
@@ -58,7 +77,13 @@ fn a_prompt_of_any_length_has_a_cost() {
     let mut candidate = candidate();
     candidate.load.active_prefill_tokens = 100;
     candidate.overlap.device = 10;
-    let choice = choose(&question, &[candidate], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    let choice = choose(
+        &question,
+        &[candidate],
+        &Weights::default(),
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
     assert!(choice.cost.total.is_finite());
 }
 
@@ -68,8 +93,20 @@ fn exact_ties_are_shared_evenly() {
     candidates[1].additional_blocks = 5;
     let counts = counts(&candidates, &Weights::default(), 3000);
     assert_eq!(counts[1], 0);
-    assert!(counts.iter().enumerate().all(|(at, count)| at == 1 || (900..1100).contains(count)), "{counts:?}");
-    let choice = choose(&question(), &candidates, &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    assert!(
+        counts
+            .iter()
+            .enumerate()
+            .all(|(at, count)| at == 1 || (900..1100).contains(count)),
+        "{counts:?}"
+    );
+    let choice = choose(
+        &question(),
+        &candidates,
+        &Weights::default(),
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
     assert_eq!(choice.ties, 3);
 }
 
@@ -79,11 +116,18 @@ fn a_temperature_samples_by_relative_cost_and_ignores_the_scale() {
     let share = |cost: f64| (-cost / 4.0).exp();
     let sum: f64 = [0.0, 1.0, 2.0, 4.0].map(share).iter().sum();
     for scale in [1.0, 1e6, 1e300] {
-        let weights = Weights { router_temperature: 1.0, decode_active_request_weight: scale, ..Weights::default() };
+        let weights = Weights {
+            router_temperature: 1.0,
+            decode_active_request_weight: scale,
+            ..Weights::default()
+        };
         let counts = counts(&candidates, &weights, 20_000);
         for (cost, count) in [0.0, 1.0, 2.0, 4.0].into_iter().zip(counts) {
             let expected = 20_000.0 * share(cost) / sum;
-            assert!((count as f64 - expected).abs() < 400.0, "scale {scale} cost {cost}: {count} against {expected}");
+            assert!(
+                (count as f64 - expected).abs() < 400.0,
+                "scale {scale} cost {cost}: {count} against {expected}"
+            );
         }
     }
 }
@@ -91,16 +135,26 @@ fn a_temperature_samples_by_relative_cost_and_ignores_the_scale() {
 #[test]
 fn a_temperature_over_equal_costs_is_uniform() {
     let candidates = vec![candidate(); 4];
-    let weights = Weights { router_temperature: 0.5, ..Weights::default() };
+    let weights = Weights {
+        router_temperature: 0.5,
+        ..Weights::default()
+    };
     let counts = counts(&candidates, &weights, 4000);
-    assert!(counts.iter().all(|count| (850..1150).contains(count)), "{counts:?}");
+    assert!(
+        counts.iter().all(|count| (850..1150).contains(count)),
+        "{counts:?}"
+    );
 }
 
 #[test]
 fn costs_too_large_to_subtract_still_order_the_candidates() {
     let mut candidates = with_requests([0, 1, 0, 0]);
     candidates[0].preference = -1000.0;
-    let weights = Weights { router_temperature: 0.01, decode_active_request_weight: f64::MAX, ..Weights::default() };
+    let weights = Weights {
+        router_temperature: 0.01,
+        decode_active_request_weight: f64::MAX,
+        ..Weights::default()
+    };
     let counts = counts(&candidates, &weights, 100);
     assert_eq!((counts[1], counts.iter().sum::<usize>()), (0, 100));
 }
@@ -108,35 +162,89 @@ fn costs_too_large_to_subtract_still_order_the_candidates() {
 #[test]
 fn default_weights_prefer_busy_worker_with_long_prefix() {
     let question = Question::new(104 * 16, BlockSize::new(16).unwrap());
-    let busy = Load { active_blocks: 240, active_prefill_tokens: 0, active_requests: 2 };
-    let warm = Candidate { overlap: TierBlocks { device: 100, ..TierBlocks::default() }, load: busy, ..candidate() };
-    let idle = Candidate { additional_blocks: 104, ..candidate() };
+    let busy = Load {
+        active_blocks: 240,
+        active_prefill_tokens: 0,
+        active_requests: 2,
+    };
+    let warm = Candidate {
+        overlap: TierBlocks {
+            device: 100,
+            ..TierBlocks::default()
+        },
+        load: busy,
+        ..candidate()
+    };
+    let idle = Candidate {
+        additional_blocks: 104,
+        ..candidate()
+    };
     let candidates = [warm, idle];
-    let chosen =
-        |weights: &Weights| choose(&question, &candidates, weights, &mut StdRng::seed_from_u64(1)).unwrap().index;
-    assert_eq!((chosen(&Weights::default()), chosen(&Weights::UNIT)), (0, 1));
+    let chosen = |weights: &Weights| {
+        choose(
+            &question,
+            &candidates,
+            weights,
+            &mut StdRng::seed_from_u64(1),
+        )
+        .unwrap()
+        .index
+    };
+    assert_eq!(
+        (chosen(&Weights::default()), chosen(&Weights::UNIT)),
+        (0, 1)
+    );
 }
 
 #[test]
 fn the_terms_of_a_cost_add_up_to_its_total() {
-    let weights = Weights { decode_active_request_weight: 0.5, shared_cache_multiplier: 0.5, ..Weights::UNIT };
+    let weights = Weights {
+        decode_active_request_weight: 0.5,
+        shared_cache_multiplier: 0.5,
+        ..Weights::UNIT
+    };
     let mut question = question();
     question.shared = vec![0..1, 2..4];
     let candidates = [Candidate {
-        overlap: TierBlocks { device: 1, host: 1, disk: 1, external: 0 },
-        load: Load { active_blocks: 7, active_prefill_tokens: 160, active_requests: 3 },
+        overlap: TierBlocks {
+            device: 1,
+            host: 1,
+            disk: 1,
+            external: 0,
+        },
+        load: Load {
+            active_blocks: 7,
+            active_prefill_tokens: 160,
+            active_requests: 3,
+        },
         preference: 0.5,
         ..candidate()
     }];
-    let choice = choose(&question, &candidates, &weights, &mut StdRng::seed_from_u64(1)).unwrap();
+    let choice = choose(
+        &question,
+        &candidates,
+        &weights,
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
     let cost = choice.cost;
     let credit = cost.device_credit + cost.host_credit + cost.disk_credit + cost.shared_credit;
     assert_eq!(credit, 1.0 + 0.75 + 0.25 + 1.0);
     assert_eq!(cost.prefill_cost, cost.prefill_blocks - credit);
     assert_eq!((cost.decode_cost, cost.request_cost), (11.0, 1.5));
     assert_eq!(cost.taint_factor, (-0.5f64.tanh()).exp());
-    assert_eq!(cost.total, (cost.prefill_cost + cost.decode_cost + cost.request_cost) * cost.taint_factor);
-    assert_eq!((choice.cached_tokens, choice.required_blocks, choice.potential_decode_blocks), (32, 4, 11));
+    assert_eq!(
+        cost.total,
+        (cost.prefill_cost + cost.decode_cost + cost.request_cost) * cost.taint_factor
+    );
+    assert_eq!(
+        (
+            choice.cached_tokens,
+            choice.required_blocks,
+            choice.potential_decode_blocks
+        ),
+        (32, 4, 11)
+    );
 }
 
 #[test]
@@ -144,12 +252,20 @@ fn weights_outside_their_range_are_refused_by_name() {
     type Change = fn(&mut Weights);
     let wrong: [(&str, Change); 8] = [
         ("overlap_score_credit", |w| w.overlap_score_credit = -0.1),
-        ("overlap_score_credit_decay", |w| w.overlap_score_credit_decay = f64::NAN),
-        ("prefill_load_scale", |w| w.prefill_load_scale = f64::INFINITY),
-        ("decode_active_request_weight", |w| w.decode_active_request_weight = -1.0),
+        ("overlap_score_credit_decay", |w| {
+            w.overlap_score_credit_decay = f64::NAN
+        }),
+        ("prefill_load_scale", |w| {
+            w.prefill_load_scale = f64::INFINITY
+        }),
+        ("decode_active_request_weight", |w| {
+            w.decode_active_request_weight = -1.0
+        }),
         ("host_cache_hit_weight", |w| w.host_cache_hit_weight = 1.1),
         ("disk_cache_hit_weight", |w| w.disk_cache_hit_weight = -0.1),
-        ("shared_cache_multiplier", |w| w.shared_cache_multiplier = 2.0),
+        ("shared_cache_multiplier", |w| {
+            w.shared_cache_multiplier = 2.0
+        }),
         ("router_temperature", |w| w.router_temperature = -1.0),
     ];
     assert_eq!(Weights::default().validate(), Ok(()));
@@ -164,7 +280,12 @@ fn weights_outside_their_range_are_refused_by_name() {
 fn an_unknown_weight_is_refused_and_a_missing_one_is_the_default() {
     let read = |text: &str| serde_json::from_str::<Weights>(text);
     assert_eq!(read("{}").unwrap(), Weights::default());
-    assert_eq!(read(r#"{"router_temperature": 2}"#).unwrap().router_temperature, 2.0);
+    assert_eq!(
+        read(r#"{"router_temperature": 2}"#)
+            .unwrap()
+            .router_temperature,
+        2.0
+    );
     assert!(read(r#"{"overlap_weight": 1}"#).is_err());
 }
 
@@ -172,9 +293,18 @@ fn an_unknown_weight_is_refused_and_a_missing_one_is_the_default() {
 fn a_preference_changes_nothing_where_nothing_costs() {
     let mut question = question();
     question.track_prefill = false;
-    let idle = |preference| Candidate { additional_blocks: 0, preference, ..candidate() };
-    let choice =
-        choose(&question, &[idle(0.0), idle(1.0)], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    let idle = |preference| Candidate {
+        additional_blocks: 0,
+        preference,
+        ..candidate()
+    };
+    let choice = choose(
+        &question,
+        &[idle(0.0), idle(1.0)],
+        &Weights::default(),
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
     assert_eq!((choice.cost.total, choice.ties), (0.0, 2));
 }
 
@@ -183,11 +313,30 @@ fn a_decode_choice_ends_at_zero_so_that_all_who_hold_the_whole_prompt_are_alike(
     let mut question = question();
     question.track_prefill = false;
     question.role = Role::Decode;
-    let holds = |device| Candidate { overlap: TierBlocks { device, ..TierBlocks::default() }, ..candidate() };
+    let holds = |device| Candidate {
+        overlap: TierBlocks {
+            device,
+            ..TierBlocks::default()
+        },
+        ..candidate()
+    };
     let candidates = [holds(4), holds(9), holds(3)];
-    let choice = choose(&question, &candidates, &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    let choice = choose(
+        &question,
+        &candidates,
+        &Weights::default(),
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
     assert_eq!((choice.cost.total, choice.ties), (0.0, 2));
-    let none = Weights { overlap_score_credit: 0.0, ..Weights::default() };
+    let none = Weights {
+        overlap_score_credit: 0.0,
+        ..Weights::default()
+    };
     let choice = choose(&question, &candidates, &none, &mut StdRng::seed_from_u64(1)).unwrap();
-    assert_eq!((choice.cost.decode_cost, choice.ties), (4.0, 3), "without credit it is the blocks that count");
+    assert_eq!(
+        (choice.cost.decode_cost, choice.ties),
+        (4.0, 3),
+        "without credit it is the blocks that count"
+    );
 }

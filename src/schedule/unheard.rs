@@ -35,9 +35,13 @@ impl Unheard {
         let share = (candidates.len() as f64 / self.ranks.max(1) as f64).min(1.0);
         let count = poisson(self.bookings * share, rng);
         for _ in 0..count {
-            let Some(at) = least_busy(question, candidates, weights, rng) else { return 0 };
+            let Some(at) = least_busy(question, candidates, weights, rng) else {
+                return 0;
+            };
             let load = &mut candidates[at].load;
-            load.active_prefill_tokens = load.active_prefill_tokens.saturating_add(self.prefill_tokens);
+            load.active_prefill_tokens = load
+                .active_prefill_tokens
+                .saturating_add(self.prefill_tokens);
             load.active_blocks = load.active_blocks.saturating_add(self.blocks);
             load.active_requests = load.active_requests.saturating_add(1);
         }
@@ -46,11 +50,20 @@ impl Unheard {
 }
 
 /// Where a prompt would go that nobody has cached.
-fn least_busy(question: &Question, candidates: &[Candidate], weights: &Weights, rng: &mut impl Rng) -> Option<usize> {
+fn least_busy(
+    question: &Question,
+    candidates: &[Candidate],
+    weights: &Weights,
+    rng: &mut impl Rng,
+) -> Option<usize> {
     let (mut found, mut least, mut ties) = (None, f64::INFINITY, 0);
     let block_size = question.block_size.tokens() as f64;
     for (at, Candidate { load, .. }) in candidates.iter().enumerate() {
-        let prefill = if question.track_prefill { load.active_prefill_tokens as f64 / block_size } else { 0.0 };
+        let prefill = if question.track_prefill {
+            load.active_prefill_tokens as f64 / block_size
+        } else {
+            0.0
+        };
         let requests = weights.decode_active_request_weight * load.active_requests as f64;
         let cost = weights.prefill_load_scale * prefill + load.active_blocks as f64 + requests;
         if cost < least {
@@ -70,7 +83,8 @@ fn poisson(mean: f64, rng: &mut impl Rng) -> u32 {
     if mean.is_nan() || mean <= 0.0 {
         return 0;
     }
-    let (none, mut count, mut product) = ((-mean.min(f64::from(MOST))).exp(), 0, rng.random::<f64>());
+    let (none, mut count, mut product) =
+        ((-mean.min(f64::from(MOST))).exp(), 0, rng.random::<f64>());
     while product > none && count < MOST {
         count += 1;
         product *= rng.random::<f64>();
@@ -89,8 +103,17 @@ mod tests {
     use crate::worker::BlockSize;
 
     fn candidate(active_blocks: u64) -> Candidate {
-        let load = Load { active_blocks, ..Load::default() };
-        Candidate { overlap: TierBlocks::default(), trust_credit: 1.0, load, additional_blocks: 0, preference: 0.0 }
+        let load = Load {
+            active_blocks,
+            ..Load::default()
+        };
+        Candidate {
+            overlap: TierBlocks::default(),
+            trust_credit: 1.0,
+            load,
+            additional_blocks: 0,
+            preference: 0.0,
+        }
     }
 
     fn draws(mean: f64) -> Vec<u32> {
@@ -102,7 +125,8 @@ mod tests {
     fn as_many_are_drawn_as_are_to_be_expected_and_no_more_than_can_be() {
         for mean in [0.02, 0.5, 3.0] {
             let draws = draws(mean);
-            let found = draws.iter().map(|count| f64::from(*count)).sum::<f64>() / draws.len() as f64;
+            let found =
+                draws.iter().map(|count| f64::from(*count)).sum::<f64>() / draws.len() as f64;
             assert!((found / mean - 1.0).abs() < 0.15, "{found} for {mean}");
         }
         assert!(draws(1e9).iter().all(|count| *count <= MOST));
@@ -113,17 +137,28 @@ mod tests {
 
     #[test]
     fn they_go_where_least_is_done_one_after_the_other() {
-        let unheard = Unheard { bookings: 1e9, prefill_tokens: 160, blocks: 10, ranks: 3 };
+        let unheard = Unheard {
+            bookings: 1e9,
+            prefill_tokens: 160,
+            blocks: 10,
+            ranks: 3,
+        };
         let question = Question::new(100, BlockSize::new(16).unwrap());
         let mut candidates: Vec<_> = [0, 15, 1000].map(candidate).into();
         let mut rng = SmallRng::seed_from_u64(1);
         let count = unheard.place(&question, &mut candidates, &Weights::default(), &mut rng);
-        let found: Vec<_> = candidates.iter().map(|candidate| candidate.load.active_requests).collect();
+        let found: Vec<_> = candidates
+            .iter()
+            .map(|candidate| candidate.load.active_requests)
+            .collect();
         // 20 blocks each, so the second is 15 behind the first, and the two take turns.
         assert!((4..=MOST).contains(&count), "{count}");
         let first = u64::from(count.div_ceil(2));
         assert_eq!(found, [first, u64::from(count) - first, 0]);
         assert_eq!(candidates[0].load.active_prefill_tokens, first * 160);
-        assert_eq!(unheard.place(&question, &mut [], &Weights::default(), &mut rng), 0);
+        assert_eq!(
+            unheard.place(&question, &mut [], &Weights::default(), &mut rng),
+            0
+        );
     }
 }

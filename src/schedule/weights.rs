@@ -61,23 +61,41 @@ impl Weights {
         let unbounded = f64::INFINITY;
         let rules = [
             ("overlap_score_credit", self.overlap_score_credit, unbounded),
-            ("overlap_score_credit_decay", self.overlap_score_credit_decay, unbounded),
+            (
+                "overlap_score_credit_decay",
+                self.overlap_score_credit_decay,
+                unbounded,
+            ),
             ("prefill_load_scale", self.prefill_load_scale, unbounded),
-            ("decode_active_request_weight", self.decode_active_request_weight, unbounded),
+            (
+                "decode_active_request_weight",
+                self.decode_active_request_weight,
+                unbounded,
+            ),
             ("host_cache_hit_weight", self.host_cache_hit_weight, 1.0),
             ("disk_cache_hit_weight", self.disk_cache_hit_weight, 1.0),
             ("shared_cache_multiplier", self.shared_cache_multiplier, 1.0),
             ("router_temperature", self.router_temperature, unbounded),
         ];
-        rules.into_iter().try_for_each(|(name, value, most)| within(name, value, most))
+        rules
+            .into_iter()
+            .try_for_each(|(name, value, most)| within(name, value, most))
     }
 }
 
 /// Refuses a value that is not a number from 0 to `most`.
-pub(super) fn within(name: &'static str, value: f64, most: f64) -> Result<(), (&'static str, String)> {
+pub(super) fn within(
+    name: &'static str,
+    value: f64,
+    most: f64,
+) -> Result<(), (&'static str, String)> {
     if value.is_finite() && (0.0..=most).contains(&value) {
         return Ok(());
     }
-    let range = if most == f64::INFINITY { "finite and at least 0".into() } else { format!("from 0 to {most}") };
+    let range = if most == f64::INFINITY {
+        "finite and at least 0".into()
+    } else {
+        format!("from 0 to {most}")
+    };
     Err((name, format!("is {value}, but must be {range}")))
 }

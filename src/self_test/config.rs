@@ -36,11 +36,25 @@ impl SelfTestConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let cases = [
-            ("interval", self.interval, "engines would be asked without a pause; the default is 5m"),
-            ("deadline", self.deadline, "no answer could come within 0s; the default is 5s"),
-            ("grace", self.grace, "events come after the answer, not with it; the default is 2s"),
+            (
+                "interval",
+                self.interval,
+                "engines would be asked without a pause; the default is 5m",
+            ),
+            (
+                "deadline",
+                self.deadline,
+                "no answer could come within 0s; the default is 5s",
+            ),
+            (
+                "grace",
+                self.grace,
+                "events come after the answer, not with it; the default is 2s",
+            ),
         ];
-        let zero = cases.into_iter().filter(|(_, period, _)| period.get().is_zero());
+        let zero = cases
+            .into_iter()
+            .filter(|(_, period, _)| period.get().is_zero());
         zero.map(|(key, _, text)| Problem::of(key, text)).collect()
     }
 }

@@ -97,8 +97,15 @@ impl Table {
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<Key, Refused> {
         let most = self.rules.longest_id;
         let wrong = |id: &&str| !self.may_be_called(id);
-        if let Some(id) = [Some(name.id), name.parent, name.tenant].into_iter().flatten().find(wrong) {
-            return Err(Refused::IdLength { bytes: id.len(), most });
+        if let Some(id) = [Some(name.id), name.parent, name.tenant]
+            .into_iter()
+            .flatten()
+            .find(wrong)
+        {
+            return Err(Refused::IdLength {
+                bytes: id.len(),
+                most,
+            });
         }
         Ok(Key {
             model: name.model.map(Into::into),
@@ -140,7 +147,9 @@ impl Table {
     /// Where a session is bound, as far as it is not forgotten by now.
     pub(super) fn target(&self, key: &Key, now: Instant) -> Option<WorkerRank> {
         let session = self.sessions.get(key)?;
-        let over = session.idle.is_some_and(|since| now.saturating_duration_since(since) >= self.rules.ttl);
+        let over = session
+            .idle
+            .is_some_and(|since| now.saturating_duration_since(since) >= self.rules.ttl);
         match session.bond {
             Bond::Bound(target) if !over => Some(target),
             _ => None,
@@ -148,8 +157,16 @@ impl Table {
     }
 
     /// The request that decided runs in the session from now on. Gives out who has to be woken.
-    pub(super) fn bind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank, now: Instant) -> Vec<Waker> {
-        let Some(session) = self.session(key, number) else { return Vec::new() };
+    pub(super) fn bind(
+        &mut self,
+        key: &Arc<Key>,
+        number: u64,
+        target: WorkerRank,
+        now: Instant,
+    ) -> Vec<Waker> {
+        let Some(session) = self.session(key, number) else {
+            return Vec::new();
+        };
         session.bond = Bond::Bound(target);
         session.running += 1;
         let waiters = session.wakers();
@@ -162,7 +179,9 @@ impl Table {
     /// The request that should have decided gave up, so what another router has decided meanwhile holds. Gives out who has
     /// to be woken.
     pub(super) fn unbind(&mut self, key: &Arc<Key>, number: u64, now: Instant) -> Vec<Waker> {
-        let Some(session) = self.session(key, number) else { return Vec::new() };
+        let Some(session) = self.session(key, number) else {
+            return Vec::new();
+        };
         let elsewhere = match session.bond {
             Bond::Deciding(elsewhere) => elsewhere,
             Bond::Loose | Bond::Bound(_) => None,
@@ -179,7 +198,9 @@ impl Table {
 
     /// A request of the session has ended.
     pub(super) fn release(&mut self, key: &Arc<Key>, number: u64, now: Instant) {
-        let Some(session) = self.session(key, number) else { return };
+        let Some(session) = self.session(key, number) else {
+            return;
+        };
         session.running -= 1;
         let (last, bond, ending) = (session.running == 0, session.bond, session.ending);
         self.running -= 1;
@@ -200,7 +221,9 @@ impl Table {
     }
 
     pub(super) fn rebind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank, now: Instant) {
-        let Some(session) = self.session(key, number) else { return };
+        let Some(session) = self.session(key, number) else {
+            return;
+        };
         match session.bond {
             Bond::Deciding(_) => {}
             Bond::Bound(left) if left == target => {}
@@ -221,7 +244,10 @@ impl Table {
     /// The session must not go to `gone` any more.
     pub(super) fn loosen(&mut self, key: &Arc<Key>, number: u64, gone: WorkerRank) {
         let own = self.own;
-        let Some(session) = self.session(key, number).filter(|session| session.bond == Bond::Bound(gone)) else {
+        let Some(session) = self
+            .session(key, number)
+            .filter(|session| session.bond == Bond::Bound(gone))
+        else {
             return;
         };
         session.bond = Bond::Loose;
@@ -259,9 +285,16 @@ impl Table {
     /// the tenant has as many as it may, else of all.
     pub(super) fn make_room(&mut self, key: &Key) -> Result<(), Refused> {
         let most = self.rules.most_sessions_per_tenant;
-        if let Some(tenant) = key.tenant.as_deref().filter(|tenant| self.tenants.count(tenant) >= most) {
+        if let Some(tenant) = key
+            .tenant
+            .as_deref()
+            .filter(|tenant| self.tenants.count(tenant) >= most)
+        {
             let oldest = self.tenants.oldest_of(tenant);
-            return self.evict(oldest).then_some(()).ok_or(Refused::TenantFull { most });
+            return self
+                .evict(oldest)
+                .then_some(())
+                .ok_or(Refused::TenantFull { most });
         }
         let most = self.rules.most_sessions;
         if self.sessions.len() < most || self.evict(self.tenants.oldest()) {
@@ -307,7 +340,9 @@ impl Table {
         let lost: Vec<_> = self
             .sessions
             .iter()
-            .filter_map(|(key, session)| Some((key.clone(), session.number, session.idle, lost(session)?)))
+            .filter_map(|(key, session)| {
+                Some((key.clone(), session.number, session.idle, lost(session)?))
+            })
             .collect();
         for (key, number, idle, target) in lost {
             match idle {
@@ -329,7 +364,11 @@ impl Table {
     /// Whom to wake for a request that waits; gives out whom it was before.
     pub(super) fn listen(&mut self, key: &Arc<Key>, waiter: u64, waker: &Waker) -> Option<Waker> {
         let session = self.sessions.get_mut(key)?;
-        match session.waiters.iter_mut().find(|(number, _)| *number == waiter) {
+        match session
+            .waiters
+            .iter_mut()
+            .find(|(number, _)| *number == waiter)
+        {
             Some((_, known)) => Some(std::mem::replace(known, waker.clone())),
             None => {
                 session.waiters.push((waiter, waker.clone()));
@@ -363,15 +402,25 @@ impl Table {
     }
 
     pub(super) fn counts(&self) -> Counts {
-        Counts { sessions: self.sessions.len(), running: self.running, waiting: self.waiting }
+        Counts {
+            sessions: self.sessions.len(),
+            running: self.running,
+            waiting: self.waiting,
+        }
     }
 
     fn session(&mut self, key: &Arc<Key>, number: u64) -> Option<&mut Session> {
-        self.sessions.get_mut(key).filter(|session| session.number == number)
+        self.sessions
+            .get_mut(key)
+            .filter(|session| session.number == number)
     }
 
     pub(super) fn remove(&mut self, key: &Arc<Key>) {
-        if let Some(Session { bond: Bond::Bound(target), stamp, .. }) = self.take_out(key)
+        if let Some(Session {
+            bond: Bond::Bound(target),
+            stamp,
+            ..
+        }) = self.take_out(key)
             && stamp.by == self.own
         {
             self.note(Moved::Left, key, target);
@@ -381,9 +430,20 @@ impl Table {
     /// Notes a move, unless nobody has asked for so long that the notes have become several for each session there can be.
     pub(super) fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
         let most = self.most_notes();
-        let idle = self.sessions.get(key).and_then(|session| session.engine_idle);
-        let moved = moved(Stay { id: key.id.to_string(), group: key.group, tenant: key.tenant.clone(), target, idle });
-        let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
+        let idle = self
+            .sessions
+            .get(key)
+            .and_then(|session| session.engine_idle);
+        let moved = moved(Stay {
+            id: key.id.to_string(),
+            group: key.group,
+            tenant: key.tenant.clone(),
+            target,
+            idle,
+        });
+        let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else {
+            return;
+        };
         moves.push(moved);
     }
 
@@ -400,7 +460,17 @@ impl Table {
 impl Session {
     pub(super) fn new(number: u64, bond: Bond) -> Self {
         let (waiters, stamp) = (Vec::new(), Stamp::default());
-        Self { number, bond, running: 0, idle: None, ending: false, waiters, stamp, told: None, engine_idle: None }
+        Self {
+            number,
+            bond,
+            running: 0,
+            idle: None,
+            ending: false,
+            waiters,
+            stamp,
+            told: None,
+            engine_idle: None,
+        }
     }
 
     fn wakers(&mut self) -> Vec<Waker> {

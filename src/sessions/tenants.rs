@@ -35,7 +35,9 @@ impl TenantTable {
     /// Counts a session that was removed, and is not idle any more.
     pub(super) fn remove(&mut self, key: &Key) {
         let Some(tenant) = &key.tenant else { return };
-        let Some(sessions) = self.tenants.get_mut(tenant) else { return };
+        let Some(sessions) = self.tenants.get_mut(tenant) else {
+            return;
+        };
         sessions.count -= 1;
         if sessions.count == 0 {
             self.tenants.remove(tenant);
@@ -44,13 +46,19 @@ impl TenantTable {
 
     /// Sessions of a tenant.
     pub(super) fn count(&self, tenant: &str) -> usize {
-        self.tenants.get(tenant).map_or(0, |sessions| sessions.count)
+        self.tenants
+            .get(tenant)
+            .map_or(0, |sessions| sessions.count)
     }
 
     /// Marks a session as idle.
     pub(super) fn set_idle(&mut self, last_use: LastUse, key: Arc<Key>) {
         if let Some(tenant) = &key.tenant {
-            self.tenants.entry(tenant.clone()).or_default().idle.insert(last_use);
+            self.tenants
+                .entry(tenant.clone())
+                .or_default()
+                .idle
+                .insert(last_use);
         }
         self.idle.insert(last_use, key);
     }
@@ -58,7 +66,11 @@ impl TenantTable {
     /// Marks a session as not idle: a request of it runs again, or it is removed.
     pub(super) fn unset_idle(&mut self, last_use: LastUse) -> Option<Arc<Key>> {
         let key = self.idle.remove(&last_use)?;
-        if let Some(sessions) = key.tenant.as_ref().and_then(|tenant| self.tenants.get_mut(tenant)) {
+        if let Some(sessions) = key
+            .tenant
+            .as_ref()
+            .and_then(|tenant| self.tenants.get_mut(tenant))
+        {
             sessions.idle.remove(&last_use);
         }
         Some(key)

@@ -19,7 +19,10 @@ struct Hands {
 
 impl Hands {
     fn new() -> Self {
-        Self { start: Instant::now(), seconds: Arc::default() }
+        Self {
+            start: Instant::now(),
+            seconds: Arc::default(),
+        }
     }
 
     fn forward(&self, seconds: u64) {
@@ -33,8 +36,12 @@ impl Hands {
 
 fn sessions(most_sessions: usize) -> (Arc<Sessions>, Hands) {
     let hands = Hands::new();
-    let rules =
-        SessionRules { ttl: Duration::from_secs(TTL), most_sessions, most_sessions_per_tenant: 2, longest_id: 8 };
+    let rules = SessionRules {
+        ttl: Duration::from_secs(TTL),
+        most_sessions,
+        most_sessions_per_tenant: 2,
+        longest_id: 8,
+    };
     let clock = hands.clone();
     let sessions = Sessions::new(rules, move || clock.now());
     sessions.on_move(|| ());
@@ -52,11 +59,21 @@ fn left(sessions: &Sessions) -> Vec<Stay> {
 }
 
 fn rank(worker: u64) -> WorkerRank {
-    WorkerRank { worker: WorkerId(worker), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(0),
+    }
 }
 
 fn enter(sessions: &Arc<Sessions>, id: &str) -> Entry {
-    sessions.enter(SessionName { id, parent: None, model: None, tenant: None }).unwrap()
+    sessions
+        .enter(SessionName {
+            id,
+            parent: None,
+            model: None,
+            tenant: None,
+        })
+        .unwrap()
 }
 
 fn first(entry: Entry) -> Binding {
@@ -108,7 +125,11 @@ fn a_session_stays_where_its_first_request_went_until_it_was_not_used_for_its_ti
     let (sessions, hands) = sessions(8);
     let hold = first(enter(&sessions, "a")).bind(rank(1));
     hands.forward(TTL * 5);
-    assert_eq!(bound(enter(&sessions, "a")).target(), rank(1), "a request runs all the time");
+    assert_eq!(
+        bound(enter(&sessions, "a")).target(),
+        rank(1),
+        "a request runs all the time"
+    );
     drop(hold);
     hands.forward(TTL - 1);
     drop(bound(enter(&sessions, "a")));
@@ -117,8 +138,17 @@ fn a_session_stays_where_its_first_request_went_until_it_was_not_used_for_its_ti
     hands.forward(TTL);
     drop(first(enter(&sessions, "a")));
     assert_eq!(sessions.counts(), Counts::default());
-    let stay = Stay { id: "a".to_owned(), group: false, tenant: None, target: rank(1), idle: None };
-    assert_eq!(sessions.moves(), [Moved::Came(stay.clone()), Moved::Left(stay)]);
+    let stay = Stay {
+        id: "a".to_owned(),
+        group: false,
+        tenant: None,
+        target: rank(1),
+        idle: None,
+    };
+    assert_eq!(
+        sessions.moves(),
+        [Moved::Came(stay.clone()), Moved::Left(stay)]
+    );
     assert_eq!(sessions.moves(), []);
 }
 
@@ -127,19 +157,46 @@ fn those_that_come_while_the_first_decides_are_woken_with_its_decision() {
     let (sessions, _) = sessions(8);
     let binding = first(enter(&sessions, "a"));
     let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
-    let mut two = [waiting(enter(&sessions, "a")), waiting(enter(&sessions, "a"))];
+    let mut two = [
+        waiting(enter(&sessions, "a")),
+        waiting(enter(&sessions, "a")),
+    ];
     for (waiting, bell) in two.iter_mut().zip(&bells) {
         assert!(poll(waiting, bell).is_none());
     }
-    assert_eq!(sessions.counts(), Counts { sessions: 1, running: 0, waiting: 2 });
+    assert_eq!(
+        sessions.counts(),
+        Counts {
+            sessions: 1,
+            running: 0,
+            waiting: 2
+        }
+    );
     let hold = binding.bind(rank(3));
     for (mut waiting, bell) in two.into_iter().zip(&bells) {
         assert!(bell.rang());
-        assert_eq!(bound(poll(&mut waiting, bell).unwrap().unwrap()).target(), rank(3));
+        assert_eq!(
+            bound(poll(&mut waiting, bell).unwrap().unwrap()).target(),
+            rank(3)
+        );
     }
-    assert_eq!(sessions.counts(), Counts { sessions: 1, running: 1, waiting: 0 });
+    assert_eq!(
+        sessions.counts(),
+        Counts {
+            sessions: 1,
+            running: 1,
+            waiting: 0
+        }
+    );
     drop(hold);
-    assert_eq!(sessions.counts(), Counts { sessions: 1, running: 0, waiting: 0 });
+    assert_eq!(
+        sessions.counts(),
+        Counts {
+            sessions: 1,
+            running: 0,
+            waiting: 0
+        }
+    );
 }
 
 #[test]
@@ -147,7 +204,10 @@ fn when_the_first_leaves_undecided_the_next_decides() {
     let (sessions, _) = sessions(8);
     let binding = first(enter(&sessions, "a"));
     let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
-    let mut two = [waiting(enter(&sessions, "a")), waiting(enter(&sessions, "a"))];
+    let mut two = [
+        waiting(enter(&sessions, "a")),
+        waiting(enter(&sessions, "a")),
+    ];
     for (waiting, bell) in two.iter_mut().zip(&bells) {
         assert!(poll(waiting, bell).is_none());
     }
@@ -157,7 +217,10 @@ fn when_the_first_leaves_undecided_the_next_decides() {
     assert!(poll(&mut two[0], &bells[0]).is_none());
     drop(binding.bind(rank(2)));
     assert!(bells[0].rang() && !bells[1].rang());
-    assert_eq!(bound(poll(&mut two[0], &bells[0]).unwrap().unwrap()).target(), rank(2));
+    assert_eq!(
+        bound(poll(&mut two[0], &bells[0]).unwrap().unwrap()).target(),
+        rank(2)
+    );
 }
 
 #[test]
@@ -168,7 +231,10 @@ fn a_waiting_request_that_leaves_is_not_woken_and_leaves_no_trace() {
     let mut waiting = waiting(enter(&sessions, "a"));
     assert!(poll(&mut waiting, &bell).is_none());
     drop(waiting);
-    assert_eq!((sessions.counts().waiting, Arc::strong_count(&bell)), (0, 1));
+    assert_eq!(
+        (sessions.counts().waiting, Arc::strong_count(&bell)),
+        (0, 1)
+    );
     drop(binding);
     assert!(!bell.rang());
     assert_eq!(sessions.counts(), Counts::default());
@@ -181,7 +247,14 @@ fn sessions_on_a_worker_that_left_are_decided_anew() {
     let hold = first(enter(&sessions, "busy")).bind(rank(1));
     drop(first(enter(&sessions, "other")).bind(rank(2)));
     sessions.retain(|worker| worker != WorkerId(1));
-    assert_eq!(sessions.counts(), Counts { sessions: 2, running: 1, waiting: 0 });
+    assert_eq!(
+        sessions.counts(),
+        Counts {
+            sessions: 2,
+            running: 1,
+            waiting: 0
+        }
+    );
     assert_eq!(left(&sessions).len(), 2);
     let again = first(enter(&sessions, "busy")).bind(rank(3));
     drop((hold, again));
@@ -208,7 +281,11 @@ fn the_last_request_of_a_session_ends_it_unless_it_is_used_again() {
     let other = bound(enter(&sessions, "a"));
     last.finish();
     drop(last);
-    assert_eq!(sessions.counts().sessions, 1, "another request of it still runs");
+    assert_eq!(
+        sessions.counts().sessions,
+        1,
+        "another request of it still runs"
+    );
     drop(other);
     assert_eq!(sessions.counts().sessions, 0);
     let last = first(enter(&sessions, "a")).bind(rank(1));
@@ -221,11 +298,24 @@ fn the_last_request_of_a_session_ends_it_unless_it_is_used_again() {
 #[test]
 fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
     let (sessions, _) = sessions(8);
-    let child = |id| sessions.enter(SessionName { id, parent: Some("p"), model: None, tenant: None }).unwrap();
+    let child = |id| {
+        sessions
+            .enter(SessionName {
+                id,
+                parent: Some("p"),
+                model: None,
+                tenant: None,
+            })
+            .unwrap()
+    };
     let hold = first(child("c1")).bind(rank(1));
     hold.finish();
     drop(hold);
-    assert_eq!(bound(child("c2")).target(), rank(1), "one child that ends does not end the group");
+    assert_eq!(
+        bound(child("c2")).target(),
+        rank(1),
+        "one child that ends does not end the group"
+    );
     drop(first(enter(&sessions, "p")));
     drop(first(enter(&sessions, "c1")));
 }
@@ -233,10 +323,25 @@ fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
 #[test]
 fn ids_and_numbers_beyond_the_limits_are_refused() {
     let (sessions, hands) = sessions(1);
-    let refused = |id, parent| sessions.enter(SessionName { id, parent, model: None, tenant: None }).unwrap_err();
+    let refused = |id, parent| {
+        sessions
+            .enter(SessionName {
+                id,
+                parent,
+                model: None,
+                tenant: None,
+            })
+            .unwrap_err()
+    };
     assert_eq!(refused("", None), Refused::IdLength { bytes: 0, most: 8 });
-    assert_eq!(refused("123456789", None), Refused::IdLength { bytes: 9, most: 8 });
-    assert_eq!(refused("1", Some("123456789")), Refused::IdLength { bytes: 9, most: 8 });
+    assert_eq!(
+        refused("123456789", None),
+        Refused::IdLength { bytes: 9, most: 8 }
+    );
+    assert_eq!(
+        refused("1", Some("123456789")),
+        Refused::IdLength { bytes: 9, most: 8 }
+    );
     let hold = first(enter(&sessions, "12345678")).bind(rank(1));
     hands.forward(TTL);
     assert_eq!(refused("2", None), Refused::Full { most: 1 });
@@ -256,7 +361,13 @@ fn where_there_is_no_room_the_session_not_used_for_longest_goes() {
     let new = first(enter(&sessions, "new")).bind(rank(3));
     assert_eq!(
         left(&sessions),
-        [Stay { id: "older".to_owned(), group: false, tenant: None, target: rank(2), idle: None }]
+        [Stay {
+            id: "older".to_owned(),
+            group: false,
+            tenant: None,
+            target: rank(2),
+            idle: None
+        }]
     );
     assert_eq!(bound(enter(&sessions, "old")).target(), rank(2));
     drop((running, new));
@@ -265,12 +376,24 @@ fn where_there_is_no_room_the_session_not_used_for_longest_goes() {
 #[test]
 fn sessions_of_different_models_are_different_ones() {
     let (sessions, _) = sessions(8);
-    let of = |model, parent| sessions.enter(SessionName { id: "a", parent, model, tenant: None }).unwrap();
+    let of = |model, parent| {
+        sessions
+            .enter(SessionName {
+                id: "a",
+                parent,
+                model,
+                tenant: None,
+            })
+            .unwrap()
+    };
     for (nth, parent) in [None, Some("p")].into_iter().enumerate() {
         let nth = nth as u64 * 10;
         let one = first(of(Some("m1"), parent)).bind(rank(nth + 1));
         let two = first(of(Some("m2"), parent)).bind(rank(nth + 2));
-        let targets = (bound(of(Some("m1"), parent)).target(), bound(of(Some("m2"), parent)).target());
+        let targets = (
+            bound(of(Some("m1"), parent)).target(),
+            bound(of(Some("m2"), parent)).target(),
+        );
         assert_eq!(targets, (rank(nth + 1), rank(nth + 2)));
         drop((one, two));
     }
@@ -283,8 +406,20 @@ fn rules_outside_their_range_are_refused_by_name() {
     for (name, rules) in [
         ("ttl", ttl(Duration::from_millis(999))),
         ("ttl", ttl(Duration::from_secs(31_536_001))),
-        ("most_sessions", SessionRules { most_sessions: 0, ..rules }),
-        ("longest_id", SessionRules { longest_id: 0, ..rules }),
+        (
+            "most_sessions",
+            SessionRules {
+                most_sessions: 0,
+                ..rules
+            },
+        ),
+        (
+            "longest_id",
+            SessionRules {
+                longest_id: 0,
+                ..rules
+            },
+        ),
     ] {
         assert_eq!(rules.validate().unwrap_err().0, name);
     }
@@ -318,14 +453,32 @@ async fn first_requests_from_many_threads_end_up_together_though_some_give_up() 
         holds.extend(task.await.unwrap());
     }
     assert!(holds.len() >= 20, "whoever would decide has a target");
-    assert!(holds.windows(2).all(|pair| pair[0].target() == pair[1].target()));
-    assert_eq!(sessions.counts(), Counts { sessions: 1, running: holds.len(), waiting: 0 });
+    assert!(
+        holds
+            .windows(2)
+            .all(|pair| pair[0].target() == pair[1].target())
+    );
+    assert_eq!(
+        sessions.counts(),
+        Counts {
+            sessions: 1,
+            running: holds.len(),
+            waiting: 0
+        }
+    );
 }
 
 #[test]
 fn looking_where_a_session_is_enters_nothing_and_keeps_nothing_alive() {
     let (sessions, hands) = sessions(10);
-    let target = |id| sessions.target(SessionName { id, parent: None, model: None, tenant: None });
+    let target = |id| {
+        sessions.target(SessionName {
+            id,
+            parent: None,
+            model: None,
+            tenant: None,
+        })
+    };
     assert_eq!((target("a"), sessions.counts()), (None, Counts::default()));
     let binding = first(enter(&sessions, "a"));
     assert_eq!(target("a"), None, "nobody has decided");
@@ -340,7 +493,12 @@ fn looking_where_a_session_is_enters_nothing_and_keeps_nothing_alive() {
 }
 
 fn of_tenant<'a>(id: &'a str, tenant: &'a str) -> SessionName<'a> {
-    SessionName { id, parent: None, model: None, tenant: Some(tenant) }
+    SessionName {
+        id,
+        parent: None,
+        model: None,
+        tenant: Some(tenant),
+    }
 }
 
 #[test]
@@ -355,7 +513,15 @@ fn tenants_cannot_enter_or_end_each_others_sessions() {
     drop(other);
     assert_eq!(sessions.target(of_tenant("a", "one")), Some(rank(1)));
     assert_eq!(sessions.target(of_tenant("a", "two")), None);
-    assert_eq!(sessions.target(SessionName { id: "a", parent: None, model: None, tenant: None }), None);
+    assert_eq!(
+        sessions.target(SessionName {
+            id: "a",
+            parent: None,
+            model: None,
+            tenant: None
+        }),
+        None
+    );
     drop(hold);
 }
 
@@ -367,14 +533,24 @@ fn tenant_at_its_limit_evicts_only_its_own_sessions() {
         hands.forward(1);
         drop(first(sessions.enter(of_tenant(id, "greedy")).unwrap()).bind(rank(2)));
     }
-    let left = ["a", "b", "c", "d", "e"].map(|id| sessions.target(of_tenant(id, "greedy")).is_some());
+    let left =
+        ["a", "b", "c", "d", "e"].map(|id| sessions.target(of_tenant(id, "greedy")).is_some());
     assert_eq!(left, [false, false, false, true, true]);
     assert_eq!(sessions.target(of_tenant("a", "victim")), Some(rank(1)));
     let running = ["d", "e"].map(|id| sessions.enter(of_tenant(id, "greedy")).unwrap());
-    assert_eq!(sessions.enter(of_tenant("f", "greedy")).unwrap_err(), Refused::TenantFull { most: 2 });
+    assert_eq!(
+        sessions.enter(of_tenant("f", "greedy")).unwrap_err(),
+        Refused::TenantFull { most: 2 }
+    );
     drop(running);
-    let long = SessionName { tenant: Some("123456789"), ..of_tenant("a", "") };
-    assert_eq!(sessions.enter(long).unwrap_err(), Refused::IdLength { bytes: 9, most: 8 });
+    let long = SessionName {
+        tenant: Some("123456789"),
+        ..of_tenant("a", "")
+    };
+    assert_eq!(
+        sessions.enter(long).unwrap_err(),
+        Refused::IdLength { bytes: 9, most: 8 }
+    );
     sessions.expire();
     assert_eq!(sessions.counts().sessions, 3);
 }
@@ -382,12 +558,19 @@ fn tenant_at_its_limit_evicts_only_its_own_sessions() {
 #[test]
 fn moves_name_the_tenant_of_the_session() {
     let (sessions, _hands) = sessions(10);
-    let [one, two] = ["one", "two"].map(|tenant| first(sessions.enter(of_tenant("a", tenant)).unwrap()).bind(rank(1)));
+    let [one, two] = ["one", "two"]
+        .map(|tenant| first(sessions.enter(of_tenant("a", tenant)).unwrap()).bind(rank(1)));
     sessions.moves();
     for (hold, tenant) in [(two, "two"), (one, "one")] {
         hold.finish();
         drop(hold);
-        let stay = Stay { id: "a".into(), group: false, tenant: Some(tenant.into()), target: rank(1), idle: None };
+        let stay = Stay {
+            id: "a".into(),
+            group: false,
+            tenant: Some(tenant.into()),
+            target: rank(1),
+            idle: None,
+        };
         assert_eq!(sessions.moves(), [Moved::Left(stay)]);
     }
 }

@@ -82,7 +82,11 @@ impl Sessions {
     pub fn take(&self, word: Word, is: Use) {
         let now = (self.clock)();
         self.change(|table| match word {
-            Word::Bound { session, target, stamp } => table.adopt(session, (target, stamp), is, now),
+            Word::Bound {
+                session,
+                target,
+                stamp,
+            } => table.adopt(session, (target, stamp), is, now),
             Word::Ended { session, stamp } => table.end(&session, stamp),
         });
     }
@@ -93,7 +97,9 @@ impl Sessions {
         let now = (self.clock)();
         let orphans = self.table.lock().orphans(is_there);
         // Requests of sessions do not wait for all of them.
-        orphans.chunks(AT_ONCE).for_each(|some| self.change(|table| table.inherit(some, now)));
+        orphans
+            .chunks(AT_ONCE)
+            .for_each(|some| self.change(|table| table.inherit(some, now)));
         orphans.len()
     }
 }
@@ -103,7 +109,9 @@ impl Table {
         self.own = own;
         self.words.get_or_insert_default();
         // What was bound before is ours.
-        self.sessions.values_mut().for_each(|session| session.stamp.by = own);
+        self.sessions
+            .values_mut()
+            .for_each(|session| session.stamp.by = own);
     }
 
     pub(super) fn has_words(&self) -> bool {
@@ -116,7 +124,11 @@ impl Table {
 
     pub(super) fn all_words(&self) -> Vec<Word> {
         let bound = |(key, session): (&Arc<Key>, &Session)| match session.bond {
-            Bond::Bound(target) => Some(Word::Bound { session: key.clone(), target, stamp: session.stamp }),
+            Bond::Bound(target) => Some(Word::Bound {
+                session: key.clone(),
+                target,
+                stamp: session.stamp,
+            }),
             Bond::Loose | Bond::Deciding(_) => None,
         };
         self.sessions.iter().filter_map(bound).collect()
@@ -125,40 +137,77 @@ impl Table {
     /// Tells that a session is still in use, unless that was told not so long ago.
     pub(super) fn tell_again(&mut self, key: &Arc<Key>, now: Instant) {
         let every = self.rules.ttl / 4;
-        let Some(session) = self.sessions.get_mut(key) else { return };
-        let Bond::Bound(target) = session.bond else { return };
-        if session.told.is_none_or(|told| now.saturating_duration_since(told) >= every) {
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        let Bond::Bound(target) = session.bond else {
+            return;
+        };
+        if session
+            .told
+            .is_none_or(|told| now.saturating_duration_since(told) >= every)
+        {
             session.told = Some(now);
             let stamp = session.stamp;
-            self.word(Word::Bound { session: key.clone(), target, stamp });
+            self.word(Word::Bound {
+                session: key.clone(),
+                target,
+                stamp,
+            });
         }
     }
 
     /// A bond of ours, after all that we know of; it is told.
     pub(super) fn stamp(&mut self, key: &Arc<Key>, target: WorkerRank, now: Instant) {
         let own = self.own;
-        let Some(session) = self.sessions.get_mut(key) else { return };
-        session.stamp = Stamp { version: session.stamp.version.saturating_add(1), by: own };
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        session.stamp = Stamp {
+            version: session.stamp.version.saturating_add(1),
+            by: own,
+        };
         session.told = Some(now);
         let stamp = session.stamp;
-        self.word(Word::Bound { session: key.clone(), target, stamp });
+        self.word(Word::Bound {
+            session: key.clone(),
+            target,
+            stamp,
+        });
     }
 
     pub(super) fn tell_end(&mut self, key: &Arc<Key>) {
-        let Some(stamp) = self.sessions.get(key).map(|session| session.stamp) else { return };
-        self.word(Word::Ended { session: key.clone(), stamp });
+        let Some(stamp) = self.sessions.get(key).map(|session| session.stamp) else {
+            return;
+        };
+        self.word(Word::Ended {
+            session: key.clone(),
+            stamp,
+        });
     }
 
     /// Another router has bound a session, or uses it.
-    pub(super) fn adopt(&mut self, key: Arc<Key>, (target, stamp): (WorkerRank, Stamp), is: Use, now: Instant) {
+    pub(super) fn adopt(
+        &mut self,
+        key: Arc<Key>,
+        (target, stamp): (WorkerRank, Stamp),
+        is: Use,
+        now: Instant,
+    ) {
         self.expire(now);
         let own = self.own;
-        let Some(session) = self.sessions.get_mut(&key) else { return self.adopt_new(&key, target, stamp, now) };
+        let Some(session) = self.sessions.get_mut(&key) else {
+            return self.adopt_new(&key, target, stamp, now);
+        };
         if session.stamp > stamp {
             // Who tells of an older bond does not know of this one.
             if let Bond::Bound(target) = session.bond {
                 let stamp = session.stamp;
-                self.word(Word::Bound { session: key, target, stamp });
+                self.word(Word::Bound {
+                    session: key,
+                    target,
+                    stamp,
+                });
             }
             return;
         }
@@ -184,7 +233,12 @@ impl Table {
             }
         };
         let is_news = is == Use::Now || before < stamp;
-        if let Some(since) = session.idle.as_mut().filter(|_| is_news).map(|since| std::mem::replace(since, now)) {
+        if let Some(since) = session
+            .idle
+            .as_mut()
+            .filter(|_| is_news)
+            .map(|since| std::mem::replace(since, now))
+        {
             self.tenants.unset_idle((since, number));
             self.tenants.set_idle((now, number), key.clone());
         }
@@ -203,13 +257,21 @@ impl Table {
         let is_orphan = |(_, Session { bond, stamp, .. }): &(&Arc<Key>, &Session)| {
             matches!(bond, Bond::Bound(_)) && stamp.by != self.own && !is_there(stamp.by)
         };
-        self.sessions.iter().filter(is_orphan).map(|(key, session)| (key.clone(), session.stamp)).collect()
+        self.sessions
+            .iter()
+            .filter(is_orphan)
+            .map(|(key, session)| (key.clone(), session.stamp))
+            .collect()
     }
 
     /// Makes those of these bonds ours that still hold.
     fn inherit(&mut self, orphans: &[(Arc<Key>, Stamp)], now: Instant) {
         for (key, stamp) in orphans {
-            let holds = self.sessions.get(key).filter(|session| session.stamp == *stamp).map(|session| session.bond);
+            let holds = self
+                .sessions
+                .get(key)
+                .filter(|session| session.stamp == *stamp)
+                .map(|session| session.bond);
             if let Some(Bond::Bound(target)) = holds {
                 self.stamp(key, target, now);
                 self.note(Moved::Inherited, key, target);
@@ -219,11 +281,20 @@ impl Table {
 
     fn adopt_new(&mut self, key: &Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
         let names = [Some(&*key.id), key.tenant.as_deref()];
-        if !names.into_iter().flatten().all(|name| self.may_be_called(name)) || self.make_room(key).is_err() {
+        if !names
+            .into_iter()
+            .flatten()
+            .all(|name| self.may_be_called(name))
+            || self.make_room(key).is_err()
+        {
             return;
         }
         let number = self.next_number();
-        let session = Session { idle: Some(now), stamp, ..Session::new(number, Bond::Bound(target)) };
+        let session = Session {
+            idle: Some(now),
+            stamp,
+            ..Session::new(number, Bond::Bound(target))
+        };
         self.insert(key, session);
         self.tenants.set_idle((now, number), key.clone());
         if stamp.by == self.own && self.notes_moves() {
@@ -235,7 +306,13 @@ impl Table {
 
     /// The last request of a session has ended at another router.
     pub(super) fn end(&mut self, key: &Arc<Key>, stamp: Stamp) {
-        let Some(session) = self.sessions.get_mut(key).filter(|session| session.stamp <= stamp) else { return };
+        let Some(session) = self
+            .sessions
+            .get_mut(key)
+            .filter(|session| session.stamp <= stamp)
+        else {
+            return;
+        };
         let number = session.number;
         match session.idle {
             Some(since) => {
@@ -243,7 +320,9 @@ impl Table {
                 self.remove(key);
             }
             // Another request has begun it anew.
-            None if matches!(session.bond, Bond::Deciding(_)) => session.bond = Bond::Deciding(None),
+            None if matches!(session.bond, Bond::Deciding(_)) => {
+                session.bond = Bond::Deciding(None)
+            }
             None => session.ending = true,
         }
     }

@@ -43,12 +43,18 @@ pub struct Problem {
 impl Problem {
     /// A problem of the value of one key.
     pub fn of(key: &str, text: impl Into<String>) -> Self {
-        Self { trail: vec![key.into()], text: text.into() }
+        Self {
+            trail: vec![key.into()],
+            text: text.into(),
+        }
     }
 
     /// A problem of the value at the end of a trail.
     pub fn at(trail: impl IntoIterator<Item = Step>, text: impl Into<String>) -> Self {
-        Self { trail: trail.into_iter().collect(), text: text.into() }
+        Self {
+            trail: trail.into_iter().collect(),
+            text: text.into(),
+        }
     }
 
     /// The same problem seen from further out.

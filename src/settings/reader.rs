@@ -6,7 +6,9 @@ use std::collections::HashSet;
 use std::fmt;
 
 use serde::de::value::StrDeserializer;
-use serde::de::{self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, Unexpected, Visitor};
+use serde::de::{
+    self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, Unexpected, Visitor,
+};
 use serde::forward_to_deserialize_any;
 
 use super::{Place, Tree, Value, nearest};
@@ -22,7 +24,12 @@ pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, St
     let mut cuts = Cuts::default();
     let mut mistakes = Vec::new();
     loop {
-        let reader = Reader { tree, path: Path::new(), name: String::new(), cuts: &cuts };
+        let reader = Reader {
+            tree,
+            path: Path::new(),
+            name: String::new(),
+            cuts: &cuts,
+        };
         let mistake = match T::deserialize(reader) {
             Ok(value) if mistakes.is_empty() => return Ok(value),
             Ok(_) => return Err(mistakes),
@@ -49,7 +56,9 @@ struct Cuts {
 impl Cuts {
     fn excuse(&self, mistake: &Mistake) -> bool {
         match &mistake.kind {
-            Kind::Missing(key) => self.lost.contains(&(mistake.path.clone(), (*key).to_owned())),
+            Kind::Missing(key) => self
+                .lost
+                .contains(&(mistake.path.clone(), (*key).to_owned())),
             _ => false,
         }
     }
@@ -58,9 +67,15 @@ impl Cuts {
         if let Some((position, outer)) = mistake.path.split_last()
             && let Value::Map(entries) = &within(tree, outer).value
         {
-            self.lost.insert((outer.to_vec(), entries[*position].0.name.clone()));
+            self.lost
+                .insert((outer.to_vec(), entries[*position].0.name.clone()));
         }
-        if let (Kind::Unknown { meant: Some(meant), .. }, Some((_, outer))) = (&mistake.kind, mistake.path.split_last())
+        if let (
+            Kind::Unknown {
+                meant: Some(meant), ..
+            },
+            Some((_, outer)),
+        ) = (&mistake.kind, mistake.path.split_last())
         {
             self.lost.insert((outer.to_vec(), (*meant).to_owned()));
         }
@@ -91,7 +106,11 @@ enum Kind {
     /// A key that must be given.
     Missing(&'static str),
     /// A key nobody reads.
-    Unknown { key: Box<str>, known: &'static [&'static str], meant: Option<&'static str> },
+    Unknown {
+        key: Box<str>,
+        known: &'static [&'static str],
+        meant: Option<&'static str>,
+    },
     /// A value of the wrong kind: continues "`key` ...".
     Wrong(String),
     /// A value whose own reader says what is wrong with it.
@@ -100,16 +119,36 @@ enum Kind {
 
 impl Mistake {
     fn new(kind: Kind) -> Self {
-        Self { kind, located: false, place: Place::default(), path: Path::new(), name: Box::default() }
+        Self {
+            kind,
+            located: false,
+            place: Place::default(),
+            path: Path::new(),
+            name: Box::default(),
+        }
     }
 
     fn sentence(&self) -> String {
-        let name = if self.name.is_empty() { "the file".to_owned() } else { format!("`{}`", self.name) };
+        let name = if self.name.is_empty() {
+            "the file".to_owned()
+        } else {
+            format!("`{}`", self.name)
+        };
         match &self.kind {
-            Kind::Missing(key) if self.name.is_empty() => format!("`{key}` is missing; it must be given"),
+            Kind::Missing(key) if self.name.is_empty() => {
+                format!("`{key}` is missing; it must be given")
+            }
             Kind::Missing(key) => format!("`{key}` is missing in {name}; it must be given"),
-            Kind::Unknown { key, meant: Some(meant), .. } => format!("unknown key `{key}`; did you mean `{meant}`?"),
-            Kind::Unknown { key, known, meant: None } => {
+            Kind::Unknown {
+                key,
+                meant: Some(meant),
+                ..
+            } => format!("unknown key `{key}`; did you mean `{meant}`?"),
+            Kind::Unknown {
+                key,
+                known,
+                meant: None,
+            } => {
                 format!("unknown key `{key}`; {name} takes {}", known.join(", "))
             }
             Kind::Wrong(text) => format!("{name} {text}"),
@@ -133,23 +172,41 @@ impl de::Error for Mistake {
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
         let expected = wording(&expected.to_string());
-        let quotes = if expected == "text" { "; put it in quotes" } else { "" };
-        Self::new(Kind::Wrong(format!("must be {expected}, not {}{quotes}", shown(found))))
+        let quotes = if expected == "text" {
+            "; put it in quotes"
+        } else {
+            ""
+        };
+        Self::new(Kind::Wrong(format!(
+            "must be {expected}, not {}{quotes}",
+            shown(found)
+        )))
     }
 
     fn invalid_value(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
-        Self::new(Kind::Wrong(format!("must be {}, not {}", wording(&expected.to_string()), shown(found))))
+        Self::new(Kind::Wrong(format!(
+            "must be {}, not {}",
+            wording(&expected.to_string()),
+            shown(found)
+        )))
     }
 
     fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
         let meant = nearest(variant, expected.iter().copied());
         let hint = meant.map_or(String::new(), |meant| format!("; did you mean `{meant}`?"));
-        Self::new(Kind::Wrong(format!("must be one of {}, not `{variant}`{hint}", expected.join(", "))))
+        Self::new(Kind::Wrong(format!(
+            "must be one of {}, not `{variant}`{hint}",
+            expected.join(", ")
+        )))
     }
 
     fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
         let meant = nearest(key, expected.iter().copied());
-        Self::new(Kind::Unknown { key: key.into(), known: expected, meant })
+        Self::new(Kind::Unknown {
+            key: key.into(),
+            known: expected,
+            meant,
+        })
     }
 
     fn missing_field(key: &'static str) -> Self {
@@ -200,11 +257,20 @@ impl<'a> Reader<'a> {
     fn inner(&self, position: usize, tree: &'a Tree, name: String) -> Self {
         let mut path = self.path.clone();
         path.push(position);
-        Self { tree, path, name, cuts: self.cuts }
+        Self {
+            tree,
+            path,
+            name,
+            cuts: self.cuts,
+        }
     }
 
     fn is_cut(&self, position: usize) -> bool {
-        !self.cuts.values.is_empty() && self.cuts.values.contains(&[&self.path[..], &[position]].concat())
+        !self.cuts.values.is_empty()
+            && self
+                .cuts
+                .values
+                .contains(&[&self.path[..], &[position]].concat())
     }
 
     /// Ties a mistake to this value, unless a value inside claimed it already.
@@ -246,18 +312,30 @@ impl<'a> Reader<'a> {
             Value::Signed(value) => visitor.visit_i64(*value),
             Value::Float(value) => visitor.visit_f64(*value),
             Value::Text(value) => visitor.visit_str(value),
-            Value::List(items) => visitor.visit_seq(Items { of: self, items, next: 0 }),
-            Value::Map(entries) => visitor.visit_map(Entries { of: self, entries, next: 0, value: None }),
+            Value::List(items) => visitor.visit_seq(Items {
+                of: self,
+                items,
+                next: 0,
+            }),
+            Value::Map(entries) => visitor.visit_map(Entries {
+                of: self,
+                entries,
+                next: 0,
+                value: None,
+            }),
         }
     }
 
     /// The first key that is not among `fields`.
     fn unknown_key(&self, fields: &'static [&'static str]) -> Result<(), Mistake> {
-        let Value::Map(entries) = &self.tree.value else { return Ok(()) };
+        let Value::Map(entries) = &self.tree.value else {
+            return Ok(());
+        };
         for (position, (key, tree)) in entries.iter().enumerate() {
             if !fields.contains(&key.name.as_str()) && !self.is_cut(position) {
-                let mut mistake =
-                    self.inner(position, tree, self.name.clone()).locate(de::Error::unknown_field(&key.name, fields));
+                let mut mistake = self
+                    .inner(position, tree, self.name.clone())
+                    .locate(de::Error::unknown_field(&key.name, fields));
                 mistake.place = key.place;
                 return Err(mistake);
             }
@@ -270,7 +348,8 @@ impl<'de> Deserializer<'de> for Reader<'_> {
     type Error = Mistake;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Mistake> {
-        self.visit_any(visitor).map_err(|mistake| self.locate(mistake))
+        self.visit_any(visitor)
+            .map_err(|mistake| self.locate(mistake))
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Mistake> {
@@ -280,7 +359,11 @@ impl<'de> Deserializer<'de> for Reader<'_> {
         }
     }
 
-    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Mistake> {
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> Result<V::Value, Mistake> {
         visitor.visit_newtype_struct(self)
     }
 
@@ -293,7 +376,12 @@ impl<'de> Deserializer<'de> for Reader<'_> {
         self.unknown_key(fields)?;
         let result = match &self.tree.value {
             // A section whose every line is commented out is the section of defaults.
-            Value::Null => visitor.visit_map(Entries { of: &self, entries: &[], next: 0, value: None }),
+            Value::Null => visitor.visit_map(Entries {
+                of: &self,
+                entries: &[],
+                next: 0,
+                value: None,
+            }),
             Value::Map(_) => self.visit_any(visitor),
             _ => Err(de::Error::invalid_type(self.unexpected(), &visitor)),
         };
@@ -307,7 +395,9 @@ impl<'de> Deserializer<'de> for Reader<'_> {
         visitor: V,
     ) -> Result<V::Value, Mistake> {
         let result = match &self.tree.value {
-            Value::Text(name) => visitor.visit_enum(IntoDeserializer::<Mistake>::into_deserializer(name.as_str())),
+            Value::Text(name) => visitor.visit_enum(
+                IntoDeserializer::<Mistake>::into_deserializer(name.as_str()),
+            ),
             _ => Err(de::Error::invalid_type(self.unexpected(), &"a name")),
         };
         result.map_err(|mistake| self.locate(mistake))
@@ -328,13 +418,18 @@ struct Items<'r, 'a> {
 impl<'de> de::SeqAccess<'de> for Items<'_, '_> {
     type Error = Mistake;
 
-    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Mistake> {
+    fn next_element_seed<S: DeserializeSeed<'de>>(
+        &mut self,
+        seed: S,
+    ) -> Result<Option<S::Value>, Mistake> {
         while let Some(tree) = self.items.get(self.next) {
             let position = self.next;
             self.next += 1;
             if !self.of.is_cut(position) {
                 let name = format!("{}[{position}]", self.of.name);
-                return seed.deserialize(self.of.inner(position, tree, name)).map(Some);
+                return seed
+                    .deserialize(self.of.inner(position, tree, name))
+                    .map(Some);
             }
         }
         Ok(None)
@@ -351,7 +446,10 @@ struct Entries<'r, 'a> {
 impl<'de> de::MapAccess<'de> for Entries<'_, '_> {
     type Error = Mistake;
 
-    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Mistake> {
+    fn next_key_seed<S: DeserializeSeed<'de>>(
+        &mut self,
+        seed: S,
+    ) -> Result<Option<S::Value>, Mistake> {
         while let Some((key, tree)) = self.entries.get(self.next) {
             let position = self.next;
             self.next += 1;

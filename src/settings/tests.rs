@@ -28,7 +28,10 @@ struct Rest {
 
 impl Default for Rest {
     fn default() -> Self {
-        Self { pause: Period::seconds(1), room: Size::kib(1) }
+        Self {
+            pause: Period::seconds(1),
+            room: Size::kib(1),
+        }
     }
 }
 
@@ -47,15 +50,30 @@ enum Colour {
 }
 
 fn read(text: &str) -> Result<Shop, Vec<String>> {
-    let document = Document::parse(Path::new("s"), text.as_bytes()).map_err(|error| vec![error.to_string()])?;
-    document.read().map_err(|errors| errors.iter().map(ToString::to_string).collect())
+    let document = Document::parse(Path::new("s"), text.as_bytes())
+        .map_err(|error| vec![error.to_string()])?;
+    document
+        .read()
+        .map_err(|errors| errors.iter().map(ToString::to_string).collect())
 }
 
 #[test]
 fn a_good_text_is_read_whole() {
-    let shop = read("name: a\nopen: true\nrest:\nshelves: [{id: 18446744073709551615, colour: red}]\n").unwrap();
-    assert_eq!(shop.shelves, [Shelf { id: u64::MAX, colour: Colour::Red }]);
-    assert_eq!(shop.rest, Rest::default(), "a section with nothing in it is the section of defaults");
+    let shop =
+        read("name: a\nopen: true\nrest:\nshelves: [{id: 18446744073709551615, colour: red}]\n")
+            .unwrap();
+    assert_eq!(
+        shop.shelves,
+        [Shelf {
+            id: u64::MAX,
+            colour: Colour::Red
+        }]
+    );
+    assert_eq!(
+        shop.rest,
+        Rest::default(),
+        "a section with nothing in it is the section of defaults"
+    );
 }
 
 #[test]
@@ -97,17 +115,30 @@ fn a_text_that_is_no_yaml_is_told_with_its_place() {
         ("name: a\n---\nname: b\n", "s:3:"),
     ] {
         let errors = read(text).unwrap_err();
-        assert!(errors.len() == 1 && errors[0].starts_with(start), "{text:?}: {errors:?}");
+        assert!(
+            errors.len() == 1 && errors[0].starts_with(start),
+            "{text:?}: {errors:?}"
+        );
         assert!(!errors[0].contains('\n'), "one line each: {errors:?}");
     }
-    let error = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n").map(drop).unwrap_err();
-    assert_eq!(error.to_string(), "s:2: this is not UTF-8 text; save the file as UTF-8");
+    let error = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n")
+        .map(drop)
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "s:2: this is not UTF-8 text; save the file as UTF-8"
+    );
 }
 
 #[test]
 fn a_hostile_text_is_refused_in_time() {
     let nested = |depth| "[".repeat(depth) + &"]".repeat(depth);
-    for text in [nested(65), nested(1_900), nested(100_000), format!("name: {}", nested(10_000))] {
+    for text in [
+        nested(65),
+        nested(1_900),
+        nested(100_000),
+        format!("name: {}", nested(10_000)),
+    ] {
         assert_eq!(read(&text).unwrap_err().len(), 1);
     }
     let wrong: String = (0..5_000).map(|n| format!("key{n}: {n}\n")).collect();
@@ -116,14 +147,22 @@ fn a_hostile_text_is_refused_in_time() {
 
 #[test]
 fn a_problem_gets_the_line_of_the_nearest_value_the_text_has() {
-    let document = Document::parse(Path::new("s"), b"name: a\nshelves:\n  - id: 1\n    colour: red\n").unwrap();
+    let document = Document::parse(
+        Path::new("s"),
+        b"name: a\nshelves:\n  - id: 1\n    colour: red\n",
+    )
+    .unwrap();
     let trail = |steps: &[Step]| document.tree().place_of(steps).line;
     assert_eq!(trail(&["name".into()]), 1);
     assert_eq!(trail(&["shelves".into(), 0.into(), "colour".into()]), 4);
     assert_eq!(trail(&["shelves".into(), 0.into(), "size".into()]), 3);
     assert_eq!(trail(&["shelves".into(), 9.into()]), 3);
     let problems = vec![Problem::of("shelves", "late"), Problem::of("name", "early")];
-    let located: Vec<_> = document.locate(problems).iter().map(ToString::to_string).collect();
+    let located: Vec<_> = document
+        .locate(problems)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert_eq!(located, ["s:1:7: early", "s:3:3: late"]);
 }
 

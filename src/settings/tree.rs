@@ -52,9 +52,10 @@ impl Tree {
         let mut here = self;
         for step in trail {
             let next = match (&here.value, step) {
-                (Value::Map(entries), Step::Key(key)) => {
-                    entries.iter().find(|(name, _)| name.name == *key).map(|(_, value)| value)
-                }
+                (Value::Map(entries), Step::Key(key)) => entries
+                    .iter()
+                    .find(|(name, _)| name.name == *key)
+                    .map(|(_, value)| value),
                 (Value::List(items), Step::At(at)) => items.get(*at),
                 _ => None,
             };
@@ -81,26 +82,40 @@ pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
         let place = error.location().map(place).unwrap_or_default();
         let formatter = serde_saphyr::UserMessageFormatter;
         let message = error.without_snippet().render_with_formatter(&formatter);
-        (place, format!("this is not valid YAML: {}", without_place(&message)))
+        (
+            place,
+            format!("this is not valid YAML: {}", without_place(&message)),
+        )
     })
 }
 
 /// The parser repeats the place inside its sentence; ours stands in front of it already.
 fn without_place(message: &str) -> &str {
     let message = message.lines().next().unwrap_or_default();
-    let message = message.find(" at line ").map_or(message, |end| &message[..end]);
-    message.split_once(": ").filter(|(head, _)| head.starts_with("line ")).map_or(message, |(_, tail)| tail)
+    let message = message
+        .find(" at line ")
+        .map_or(message, |end| &message[..end]);
+    message
+        .split_once(": ")
+        .filter(|(head, _)| head.starts_with("line "))
+        .map_or(message, |(_, tail)| tail)
 }
 
 fn place(location: serde_saphyr::Location) -> Place {
     let number = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    Place { line: number(location.line()), column: number(location.column()) }
+    Place {
+        line: number(location.line()),
+        column: number(location.column()),
+    }
 }
 
 impl<'de> Deserialize<'de> for Tree {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let spanned = Spanned::<Value>::deserialize(deserializer)?;
-        Ok(Self { value: spanned.value, place: place(spanned.referenced) })
+        Ok(Self {
+            value: spanned.value,
+            place: place(spanned.referenced),
+        })
     }
 }
 
@@ -140,11 +155,15 @@ impl<'de> Visitor<'de> for ValueVisitor {
     }
 
     fn visit_i128<E: serde::de::Error>(self, value: i128) -> Result<Value, E> {
-        Err(E::custom(format!("the number {value} does not fit 64 bits")))
+        Err(E::custom(format!(
+            "the number {value} does not fit 64 bits"
+        )))
     }
 
     fn visit_u128<E: serde::de::Error>(self, value: u128) -> Result<Value, E> {
-        Err(E::custom(format!("the number {value} does not fit 64 bits")))
+        Err(E::custom(format!(
+            "the number {value} does not fit 64 bits"
+        )))
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
@@ -166,7 +185,10 @@ impl<'de> Visitor<'de> for ValueVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
         let mut map: Vec<(Key, Tree)> = Vec::new();
         while let Some(key) = entries.next_key::<Spanned<String>>()? {
-            let key = Key { name: key.value, place: place(key.referenced) };
+            let key = Key {
+                name: key.value,
+                place: place(key.referenced),
+            };
             if map.iter().any(|(known, _)| known.name == key.name) {
                 return Err(A::Error::custom(format!("`{}` is given twice", key.name)));
             }

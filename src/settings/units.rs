@@ -32,9 +32,11 @@ impl FromStr for Period {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        humantime::parse_duration(text)
-            .map(Self)
-            .map_err(|error| format!("`{text}` is not a length of time ({error}); write for example 250ms, 30s or 5m"))
+        humantime::parse_duration(text).map(Self).map_err(|error| {
+            format!(
+                "`{text}` is not a length of time ({error}); write for example 250ms, 30s or 5m"
+            )
+        })
     }
 }
 
@@ -52,7 +54,10 @@ impl fmt::Display for Period {
         if nanos == 0 {
             return f.write_str("0s");
         }
-        let (unit, name) = UNITS.into_iter().find(|(unit, _)| nanos.is_multiple_of(*unit)).unwrap_or((1, "ns"));
+        let (unit, name) = UNITS
+            .into_iter()
+            .find(|(unit, _)| nanos.is_multiple_of(*unit))
+            .unwrap_or((1, "ns"));
         write!(f, "{}{name}", nanos / unit)
     }
 }
@@ -98,7 +103,10 @@ impl fmt::Display for Size {
             (1_000_000, "MB"),
             (1_000, "KB"),
         ];
-        match UNITS.into_iter().find(|(unit, _)| self.0 >= *unit && self.0.is_multiple_of(*unit)) {
+        match UNITS
+            .into_iter()
+            .find(|(unit, _)| self.0 >= *unit && self.0.is_multiple_of(*unit))
+        {
             Some((unit, name)) => write!(f, "{}{name}", self.0 / unit),
             None => write!(f, "{}B", self.0),
         }

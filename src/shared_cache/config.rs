@@ -36,7 +36,12 @@ fn answer() -> Size {
 impl SharedCacheConfig {
     /// The usual limits with this address.
     pub fn at(url: impl Into<String>) -> Self {
-        Self { url: url.into(), timeout: timeout(), in_flight: in_flight(), answer: answer() }
+        Self {
+            url: url.into(),
+            timeout: timeout(),
+            in_flight: in_flight(),
+            answer: answer(),
+        }
     }
 
     /// Mistakes of meaning.
@@ -44,19 +49,27 @@ impl SharedCacheConfig {
         let mut problems = Vec::new();
         let url = reqwest::Url::parse(&self.url);
         if !url.is_ok_and(|url| url.scheme() == "http" && url.has_host()) {
-            let text =
-                format!("`{}` is not an http:// address; write for example http://10.0.0.7:8080/lookup", self.url);
+            let text = format!(
+                "`{}` is not an http:// address; write for example http://10.0.0.7:8080/lookup",
+                self.url
+            );
             problems.push(Problem::of("url", text));
         }
         if self.timeout.get().is_zero() {
-            problems.push(Problem::of("timeout", "no answer could come within 0s; the default is 20ms"));
+            problems.push(Problem::of(
+                "timeout",
+                "no answer could come within 0s; the default is 20ms",
+            ));
         }
         if self.in_flight == 0 {
             let text = "no lookup would ever be made; the default is 64, and without this section nothing is asked";
             problems.push(Problem::of("in_flight", text));
         }
         if self.answer.0 == 0 {
-            problems.push(Problem::of("answer", "no answer fits a limit of 0; the default is 64KiB"));
+            problems.push(Problem::of(
+                "answer",
+                "no answer fits a limit of 0; the default is 64KiB",
+            ));
         }
         problems
     }

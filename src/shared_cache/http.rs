@@ -51,10 +51,13 @@ impl Serialize for Hex {
 impl HttpSharedCache {
     /// A client; connects with the first lookup.
     pub fn new(config: &SharedCacheConfig) -> Result<Self, SharedCacheError> {
-        let client = |problem: &dyn std::fmt::Display| SharedCacheError::Client(problem.to_string());
+        let client =
+            |problem: &dyn std::fmt::Display| SharedCacheError::Client(problem.to_string());
         let url = Url::parse(&config.url).map_err(|problem| client(&problem))?;
         // A cache is an inner service: it is reached directly, and where it sends us instead we have no business.
-        let builder = crate::tls::client().redirect(Policy::none()).tcp_nodelay(true);
+        let builder = crate::tls::client()
+            .redirect(Policy::none())
+            .tcp_nodelay(true);
         let pool = builder.pool_max_idle_per_host(config.in_flight as usize);
         Ok(Self {
             client: pool.build().map_err(|problem| client(&problem))?,
@@ -69,7 +72,10 @@ impl HttpSharedCache {
         if query.prompt.is_empty() {
             return Ok(Vec::new());
         }
-        let _permit = self.permits.try_acquire().map_err(|_| SharedCacheError::Busy)?;
+        let _permit = self
+            .permits
+            .try_acquire()
+            .map_err(|_| SharedCacheError::Busy)?;
         let answer = tokio::time::timeout(self.timeout, self.exchange(query)).await;
         let body = answer.map_err(|_| SharedCacheError::Timeout)??;
         read(&body, query.prompt.len())
@@ -77,7 +83,11 @@ impl HttpSharedCache {
 
     async fn exchange(&self, query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
         let body = encode_query(query)?;
-        let request = self.client.post(self.url.clone()).header(CONTENT_TYPE, "application/json").body(body);
+        let request = self
+            .client
+            .post(self.url.clone())
+            .header(CONTENT_TYPE, "application/json")
+            .body(body);
         let response = request.send().await.map_err(broken)?;
         match response.status() {
             StatusCode::OK => self.body(response).await,
@@ -108,18 +118,31 @@ fn encode_query(query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
     let question = Question {
         model: query.model,
         block_size: query.prompt.block_size().0.get(),
-        block_hashes: query.prompt.locals().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
-        sequence_hashes: query.prompt.sequences().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
+        block_hashes: query
+            .prompt
+            .locals()
+            .iter()
+            .take(MOST_BLOCKS)
+            .map(|hash| Hex(hash.0))
+            .collect(),
+        sequence_hashes: query
+            .prompt
+            .sequences()
+            .iter()
+            .take(MOST_BLOCKS)
+            .map(|hash| Hex(hash.0))
+            .collect(),
     };
     serde_json::to_vec(&question).map_err(|problem| SharedCacheError::Client(problem.to_string()))
 }
 
 fn read(body: &[u8], blocks: usize) -> Result<Vec<Range<u32>>, SharedCacheError> {
-    let answer: Answer =
-        serde_json::from_slice(body).map_err(|problem| SharedCacheError::Invalid(problem.to_string()))?;
+    let answer: Answer = serde_json::from_slice(body)
+        .map_err(|problem| SharedCacheError::Invalid(problem.to_string()))?;
     let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
-    normalized(&answer.ranges, blocks)
-        .map_err(|(start, end)| SharedCacheError::Invalid(format!("the range [{start}, {end}] ends before it starts")))
+    normalized(&answer.ranges, blocks).map_err(|(start, end)| {
+        SharedCacheError::Invalid(format!("the range [{start}, {end}] ends before it starts"))
+    })
 }
 
 /// With its causes: the outermost says only that sending failed.

@@ -1,4 +1,7 @@
-#![expect(clippy::single_range_in_vec_init, reason = "lists of ranges are what is tested")]
+#![expect(
+    clippy::single_range_in_vec_init,
+    reason = "lists of ranges are what is tested"
+)]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -53,11 +56,17 @@ impl Drop for Server {
 
 impl Server {
     async fn start(behaviour: Behaviour) -> Self {
-        let script = Script { behaviour, asked: Arc::default(), arrived: Arc::default() };
+        let script = Script {
+            behaviour,
+            asked: Arc::default(),
+            arrived: Arc::default(),
+        };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/lookup", listener.local_addr().unwrap());
-        let app =
-            Router::new().route("/lookup", post(answer)).layer(DefaultBodyLimit::disable()).with_state(script.clone());
+        let app = Router::new()
+            .route("/lookup", post(answer))
+            .layer(DefaultBodyLimit::disable())
+            .with_state(script.clone());
         let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
         Self { url, script, task }
     }
@@ -67,14 +76,19 @@ impl Server {
     }
 
     fn config(&self) -> SharedCacheConfig {
-        SharedCacheConfig { timeout: Period::seconds(20), ..SharedCacheConfig::at(&self.url) }
+        SharedCacheConfig {
+            timeout: Period::seconds(20),
+            ..SharedCacheConfig::at(&self.url)
+        }
     }
 }
 
 async fn answer(State(script): State<Script>, body: Bytes) -> (StatusCode, Body) {
     script.asked.lock().push(body);
     script.arrived.notify_one();
-    let begun = |text: &'static str| tokio_stream::once(Ok::<_, std::io::Error>(Bytes::from_static(text.as_bytes())));
+    let begun = |text: &'static str| {
+        tokio_stream::once(Ok::<_, std::io::Error>(Bytes::from_static(text.as_bytes())))
+    };
     match script.behaviour {
         Behaviour::Answer(status, text) => (status, Body::from(text)),
         Behaviour::Stall(text) => {
@@ -101,18 +115,43 @@ fn prompt(blocks: usize) -> BlockHashes {
 
 async fn ask(config: &SharedCacheConfig, prompt: &BlockHashes) -> SharedHits {
     let cache: Box<dyn SharedCache> = Box::new(HttpSharedCache::new(config).unwrap());
-    cache.hits(SharedQuery { model: "llama", prompt }).await
+    cache
+        .hits(SharedQuery {
+            model: "llama",
+            prompt,
+        })
+        .await
 }
 
 #[tokio::test]
 async fn the_question_is_asked_as_documented_and_the_hits_come_back() {
-    let server = Server::answering(StatusCode::OK, r#"{"ranges": [[0, 2], [4, 5]], "version": 3}"#).await;
-    let locals = vec![LocalHash(0), LocalHash(0xfe), LocalHash(3), LocalHash(4), LocalHash(u64::MAX)];
+    let server = Server::answering(
+        StatusCode::OK,
+        r#"{"ranges": [[0, 2], [4, 5]], "version": 3}"#,
+    )
+    .await;
+    let locals = vec![
+        LocalHash(0),
+        LocalHash(0xfe),
+        LocalHash(3),
+        LocalHash(4),
+        LocalHash(u64::MAX),
+    ];
     let prompt = BlockHashes::chain(83, BlockSize::new(16).unwrap(), locals);
     assert_eq!(ask(&server.config(), &prompt).await.unwrap(), [0..2, 4..5]);
     let asked: Value = serde_json::from_slice(&server.script.asked.lock()[0]).unwrap();
-    let sequences: Vec<_> = prompt.sequences().iter().map(|hash| format!("{:016x}", hash.0)).collect();
-    let blocks = ["0000000000000000", "00000000000000fe", "0000000000000003", "0000000000000004", "ffffffffffffffff"];
+    let sequences: Vec<_> = prompt
+        .sequences()
+        .iter()
+        .map(|hash| format!("{:016x}", hash.0))
+        .collect();
+    let blocks = [
+        "0000000000000000",
+        "00000000000000fe",
+        "0000000000000003",
+        "0000000000000004",
+        "ffffffffffffffff",
+    ];
     let expected = json!({"model": "llama", "block_size": 16, "block_hashes": blocks, "sequence_hashes": sequences});
     assert_eq!(asked, expected);
 }
@@ -126,11 +165,18 @@ async fn ranges_are_put_in_order_before_anybody_counts_with_them() {
         ("[[0, 2], [2, 4]]", &[0..4]),
         ("[[1, 1], [7, 7]]", &[]),
         ("[[6, 900], [8, 12], [10, 11]]", &[6..8]),
-        ("[[2, 18446744073709551615], [4294967296, 4294967297]]", &[2..8]),
+        (
+            "[[2, 18446744073709551615], [4294967296, 4294967297]]",
+            &[2..8],
+        ),
     ];
     for (ranges, expected) in cases {
         let server = Server::answering(StatusCode::OK, format!(r#"{{"ranges": {ranges}}}"#)).await;
-        assert_eq!(ask(&server.config(), &prompt(8)).await.unwrap(), expected, "{ranges}");
+        assert_eq!(
+            ask(&server.config(), &prompt(8)).await.unwrap(),
+            expected,
+            "{ranges}"
+        );
     }
 }
 
@@ -159,33 +205,62 @@ async fn an_answer_that_makes_no_sense_is_no_information() {
 #[tokio::test]
 async fn only_status_200_is_an_answer() {
     for status in [500, 503, 404, 204, 302] {
-        let server = Server::answering(StatusCode::from_u16(status).unwrap(), r#"{"ranges": [[0, 1]]}"#).await;
+        let server = Server::answering(
+            StatusCode::from_u16(status).unwrap(),
+            r#"{"ranges": [[0, 1]]}"#,
+        )
+        .await;
         let problem = ask(&server.config(), &prompt(8)).await.unwrap_err();
-        assert!(matches!(problem, SharedCacheError::Status(found) if found == status), "{problem}");
+        assert!(
+            matches!(problem, SharedCacheError::Status(found) if found == status),
+            "{problem}"
+        );
         assert_eq!(problem.label(), "status");
     }
 }
 
 #[tokio::test]
 async fn a_server_that_is_slow_to_begin_or_to_end_is_not_waited_for() {
-    for behaviour in [Behaviour::Gate(Arc::default()), Behaviour::Stall(r#"{"ranges": [[0, 1]]"#)] {
+    for behaviour in [
+        Behaviour::Gate(Arc::default()),
+        Behaviour::Stall(r#"{"ranges": [[0, 1]]"#),
+    ] {
         let server = Server::start(behaviour).await;
-        let config = SharedCacheConfig { timeout: Period::millis(60), ..server.config() };
-        assert_eq!(ask(&config, &prompt(8)).await.unwrap_err().label(), "timeout");
+        let config = SharedCacheConfig {
+            timeout: Period::millis(60),
+            ..server.config()
+        };
+        assert_eq!(
+            ask(&config, &prompt(8)).await.unwrap_err().label(),
+            "timeout"
+        );
     }
 }
 
 #[tokio::test]
 async fn an_answer_beyond_the_limit_is_not_read_to_its_end() {
     let server = Server::start(Behaviour::Flood).await;
-    let config = SharedCacheConfig { answer: Size::kib(4), ..server.config() };
+    let config = SharedCacheConfig {
+        answer: Size::kib(4),
+        ..server.config()
+    };
     let problem = ask(&config, &prompt(8)).await.unwrap_err();
-    assert!(matches!(problem, SharedCacheError::TooLong(4096)), "{problem}");
+    assert!(
+        matches!(problem, SharedCacheError::TooLong(4096)),
+        "{problem}"
+    );
     let body = r#"{"ranges": [[0, 1]]}"#;
     let server = Server::answering(StatusCode::OK, body).await;
     for (limit, fits) in [(body.len(), true), (body.len() - 1, false)] {
-        let config = SharedCacheConfig { answer: Size(limit as u64), ..server.config() };
-        assert_eq!(ask(&config, &prompt(8)).await.is_ok(), fits, "a limit of {limit}");
+        let config = SharedCacheConfig {
+            answer: Size(limit as u64),
+            ..server.config()
+        };
+        assert_eq!(
+            ask(&config, &prompt(8)).await.is_ok(),
+            fits,
+            "a limit of {limit}"
+        );
     }
 }
 
@@ -194,8 +269,10 @@ async fn nobody_there_is_no_information() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let free = listener.local_addr().unwrap();
     drop(listener);
-    let config =
-        SharedCacheConfig { timeout: Period::seconds(20), ..SharedCacheConfig::at(format!("http://{free}/lookup")) };
+    let config = SharedCacheConfig {
+        timeout: Period::seconds(20),
+        ..SharedCacheConfig::at(format!("http://{free}/lookup"))
+    };
     let problem = ask(&config, &prompt(8)).await.unwrap_err();
     assert_eq!(problem.label(), "connection", "{problem}");
     assert!(problem.to_string().contains("refused"), "{problem}");
@@ -205,26 +282,55 @@ async fn nobody_there_is_no_information() {
 async fn beyond_the_lookups_allowed_at_once_a_request_goes_without() {
     let gate = Arc::new(Notify::new());
     let server = Server::start(Behaviour::Gate(gate.clone())).await;
-    let config = SharedCacheConfig { in_flight: 1, ..server.config() };
+    let config = SharedCacheConfig {
+        in_flight: 1,
+        ..server.config()
+    };
     let cache = Arc::new(HttpSharedCache::new(&config).unwrap());
     let first = tokio::spawn({
         let cache = cache.clone();
-        async move { cache.hits(SharedQuery { model: "m", prompt: &prompt(2) }).await }
+        async move {
+            cache
+                .hits(SharedQuery {
+                    model: "m",
+                    prompt: &prompt(2),
+                })
+                .await
+        }
     });
-    tokio::time::timeout(Duration::from_secs(20), server.script.arrived.notified()).await.unwrap();
-    let refused = cache.hits(SharedQuery { model: "m", prompt: &prompt(2) }).await;
+    tokio::time::timeout(Duration::from_secs(20), server.script.arrived.notified())
+        .await
+        .unwrap();
+    let refused = cache
+        .hits(SharedQuery {
+            model: "m",
+            prompt: &prompt(2),
+        })
+        .await;
     assert_eq!(refused.unwrap_err().label(), "busy");
     gate.notify_one();
     assert_eq!(first.await.unwrap().unwrap(), [0..1]);
     gate.notify_one();
-    assert_eq!(cache.hits(SharedQuery { model: "m", prompt: &prompt(2) }).await.unwrap(), [0..1]);
+    assert_eq!(
+        cache
+            .hits(SharedQuery {
+                model: "m",
+                prompt: &prompt(2)
+            })
+            .await
+            .unwrap(),
+        [0..1]
+    );
 }
 
 #[tokio::test]
 async fn a_lookup_that_is_given_up_makes_room_for_the_next() {
     let gate = Arc::new(Notify::new());
     let server = Server::start(Behaviour::Gate(gate.clone())).await;
-    let config = SharedCacheConfig { in_flight: 1, ..server.config() };
+    let config = SharedCacheConfig {
+        in_flight: 1,
+        ..server.config()
+    };
     let cache = HttpSharedCache::new(&config).unwrap();
     let prompt = prompt(2);
     let given_up = tokio::select! {
@@ -233,7 +339,10 @@ async fn a_lookup_that_is_given_up_makes_room_for_the_next() {
     };
     assert!(given_up);
     // A permit is stored for whoever comes; the request that was given up may have taken one with it.
-    let next = cache.hits(SharedQuery { model: "m", prompt: &prompt });
+    let next = cache.hits(SharedQuery {
+        model: "m",
+        prompt: &prompt,
+    });
     let gates = async {
         loop {
             gate.notify_waiters();
@@ -262,11 +371,16 @@ async fn query_contains_first_65536_blocks_only() {
     let prompt = BlockHashes::chain(8_000_000, BlockSize::new(16).unwrap(), locals);
     assert_eq!(ask(&server.config(), &prompt).await.unwrap(), [0..2]);
     let asked: Value = serde_json::from_slice(&server.script.asked.lock()[0]).unwrap();
-    for (list, last) in
-        [("block_hashes", prompt.locals()[MOST - 1].0), ("sequence_hashes", prompt.sequences()[MOST - 1].0)]
-    {
+    for (list, last) in [
+        ("block_hashes", prompt.locals()[MOST - 1].0),
+        ("sequence_hashes", prompt.sequences()[MOST - 1].0),
+    ] {
         let hashes = asked[list].as_array().unwrap();
-        assert_eq!((hashes.len(), hashes.last()), (MOST, Some(&json!(format!("{last:016x}")))), "{list}");
+        assert_eq!(
+            (hashes.len(), hashes.last()),
+            (MOST, Some(&json!(format!("{last:016x}")))),
+            "{list}"
+        );
     }
 }
 
@@ -278,13 +392,34 @@ fn settings_that_cannot_work_are_named() {
         (SharedCacheConfig::at("10.0.0.7:8080"), "url"),
         (SharedCacheConfig::at("https://cache/lookup"), "url"),
         (SharedCacheConfig::at(""), "url"),
-        (SharedCacheConfig { timeout: Period::millis(0), ..good.clone() }, "timeout"),
-        (SharedCacheConfig { in_flight: 0, ..good.clone() }, "in_flight"),
-        (SharedCacheConfig { answer: Size(0), ..good }, "answer"),
+        (
+            SharedCacheConfig {
+                timeout: Period::millis(0),
+                ..good.clone()
+            },
+            "timeout",
+        ),
+        (
+            SharedCacheConfig {
+                in_flight: 0,
+                ..good.clone()
+            },
+            "in_flight",
+        ),
+        (
+            SharedCacheConfig {
+                answer: Size(0),
+                ..good
+            },
+            "answer",
+        ),
     ];
     for (config, key) in cases {
         let problems = config.problems();
         assert_eq!(problems.len(), 1, "{config:?}: {problems:?}");
-        assert!(format!("{:?}", problems[0].trail).contains(key), "{problems:?}");
+        assert!(
+            format!("{:?}", problems[0].trail).contains(key),
+            "{problems:?}"
+        );
     }
 }

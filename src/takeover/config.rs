@@ -51,7 +51,9 @@ pub enum Late {
 }
 
 fn is_service(address: &str) -> bool {
-    let scheme = ["http://", "https://"].iter().any(|scheme| address.starts_with(scheme));
+    let scheme = ["http://", "https://"]
+        .iter()
+        .any(|scheme| address.starts_with(scheme));
     scheme && Endpoint::from_shared(address.to_owned()).is_ok()
 }
 
@@ -66,7 +68,12 @@ fn max_age() -> Period {
 impl TakeoverConfig {
     /// Makes names of files absolute.
     pub fn resolve(&mut self, folder: &Path) {
-        let files = [&mut self.ca_file, &mut self.cert_file, &mut self.key_file, &mut self.file];
+        let files = [
+            &mut self.ca_file,
+            &mut self.cert_file,
+            &mut self.key_file,
+            &mut self.file,
+        ];
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
@@ -74,16 +81,28 @@ impl TakeoverConfig {
 
     /// Mistakes of meaning, where event sources are waited for so long.
     pub fn problems(&self, sources: Duration) -> Vec<Problem> {
-        let mut problems = self.files().problems(self.from.as_ref().is_some_and(|from| from.starts_with("https://")));
+        let mut problems = self.files().problems(
+            self.from
+                .as_ref()
+                .is_some_and(|from| from.starts_with("https://")),
+        );
         match &self.from {
             None if self.file.is_none() => {
-                problems.push(Problem::of("from", "neither `from` nor `file` says where what is known is to be had"));
+                problems.push(Problem::of(
+                    "from",
+                    "neither `from` nor `file` says where what is known is to be had",
+                ));
             }
             None if self.late == Late::Wait => {
-                problems.push(Problem::of("late", "`wait` waits for another one, which `from` has to name"));
+                problems.push(Problem::of(
+                    "late",
+                    "`wait` waits for another one, which `from` has to name",
+                ));
             }
             Some(from) if !is_service(from) => {
-                let text = format!("`{from}` is no address of a service; write for example http://warmroute:9903");
+                let text = format!(
+                    "`{from}` is no address of a service; write for example http://warmroute:9903"
+                );
                 problems.push(Problem::of("from", text));
             }
             _ => {}
@@ -95,14 +114,26 @@ impl TakeoverConfig {
             );
             problems.push(Problem::of("deadline", text));
         }
-        if let Some(folder) = self.file.as_ref().and_then(|file| file.parent()).filter(|folder| !folder.is_dir()) {
-            problems.push(Problem::of("file", format!("there is no folder {}", folder.display())));
+        if let Some(folder) = self
+            .file
+            .as_ref()
+            .and_then(|file| file.parent())
+            .filter(|folder| !folder.is_dir())
+        {
+            problems.push(Problem::of(
+                "file",
+                format!("there is no folder {}", folder.display()),
+            ));
         }
         problems
     }
 
     /// The files for TLS.
     pub(super) fn files(&self) -> ClientFiles<'_> {
-        ClientFiles { ca: self.ca_file.as_ref(), cert: self.cert_file.as_ref(), key: self.key_file.as_ref() }
+        ClientFiles {
+            ca: self.ca_file.as_ref(),
+            cert: self.cert_file.as_ref(),
+            key: self.key_file.as_ref(),
+        }
     }
 }

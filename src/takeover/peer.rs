@@ -56,11 +56,18 @@ impl Peer {
         if from.starts_with("https://") {
             endpoint = endpoint.tls_config(settings.files().read()?)?;
         }
-        Ok(Self { endpoint, turns: Semaphore::new(AT_ONCE) })
+        Ok(Self {
+            endpoint,
+            turns: Semaphore::new(AT_ONCE),
+        })
     }
 
     /// What it knows of a rank; `None` where it listens to no such rank. Asks until then, or for ever.
-    pub(super) async fn ask(&self, rank: WorkerRank, until: Option<Instant>) -> anyhow::Result<Option<RankDump>> {
+    pub(super) async fn ask(
+        &self,
+        rank: WorkerRank,
+        until: Option<Instant>,
+    ) -> anyhow::Result<Option<RankDump>> {
         let mut pause = PAUSE.0;
         let mut last = anyhow!("others are asked for before it");
         let asked = async {
@@ -76,17 +83,29 @@ impl Peer {
                 pause = (pause * 2).min(PAUSE.1);
             }
         };
-        let Some(until) = until else { return asked.await };
+        let Some(until) = until else {
+            return asked.await;
+        };
         let answered = timeout_at(until, asked).await;
         answered.unwrap_or_else(|_| Err(last.context("not in time")))
     }
 
     async fn try_copy(&self, rank: WorkerRank) -> Result<Option<RankDump>, Failure> {
-        let _turn = self.turns.acquire().await.map_err(|closed| Failure::ForGood(closed.into()))?;
+        let _turn = self
+            .turns
+            .acquire()
+            .await
+            .map_err(|closed| Failure::ForGood(closed.into()))?;
         // A name may stand for several, of which not all can tell: each time another connection.
         let mut client = RouterClient::new(self.endpoint.connect_lazy());
-        let worker = pb::WorkerRank { worker_id: rank.worker.0, dp_rank: rank.rank.0 };
-        let asked = pb::CopyRankRequest { worker: Some(worker), format: VERSION.into() };
+        let worker = pb::WorkerRank {
+            worker_id: rank.worker.0,
+            dp_rank: rank.rank.0,
+        };
+        let asked = pb::CopyRankRequest {
+            worker: Some(worker),
+            format: VERSION.into(),
+        };
         let answer = timeout(WAITS.1, client.copy_rank(asked)).await;
         let pieces = match answer.map_err(|_| Failure::ForNow(anyhow!("no answer")))? {
             Ok(answer) => answer.into_inner(),
@@ -98,21 +117,34 @@ impl Peer {
         let _leaving = left.clone().drop_guard();
         let bytes = SyncIoBridge::new(StreamReader::new(Box::pin(bytes_of(pieces, left))));
         // Never all of the bytes are here: they become rows as they come.
-        let read = move || Reader::new(BufReader::with_capacity(AHEAD, bytes.take(MOST_BYTES)))?.single();
-        let read = tokio::task::spawn_blocking(read).await.map_err(|error| Failure::ForGood(error.into()))?;
+        let read =
+            move || Reader::new(BufReader::with_capacity(AHEAD, bytes.take(MOST_BYTES)))?.single();
+        let read = tokio::task::spawn_blocking(read)
+            .await
+            .map_err(|error| Failure::ForGood(error.into()))?;
         let held = read.map_err(of_dump)?;
         match held.rank() == rank {
             true => Ok(Some(held)),
-            false => Err(Failure::ForGood(anyhow!("the copy is of worker rank {}", held.rank()))),
+            false => Err(Failure::ForGood(anyhow!(
+                "the copy is of worker rank {}",
+                held.rank()
+            ))),
         }
     }
 }
 
 /// The bytes of the pieces, each of which has to come in time.
-fn bytes_of(pieces: Streaming<pb::CopyRankResponse>, left: CancellationToken) -> impl Stream<Item = io::Result<Bytes>> {
+fn bytes_of(
+    pieces: Streaming<pb::CopyRankResponse>,
+    left: CancellationToken,
+) -> impl Stream<Item = io::Result<Bytes>> {
     stream::try_unfold((pieces, left), async |(mut pieces, left)| {
-        let piece = left.run_until_cancelled(timeout(WAITS.1, pieces.message())).await;
-        let piece = piece.ok_or(io::ErrorKind::Interrupted)??.map_err(io::Error::other)?;
+        let piece = left
+            .run_until_cancelled(timeout(WAITS.1, pieces.message()))
+            .await;
+        let piece = piece
+            .ok_or(io::ErrorKind::Interrupted)??
+            .map_err(io::Error::other)?;
         Ok(piece.map(|piece| (Bytes::from(piece.piece), (pieces, left))))
     })
 }
@@ -130,7 +162,11 @@ fn of_status(status: Status) -> Failure {
 
 fn of_dump(error: DumpError) -> Failure {
     match error {
-        DumpError::Magic | DumpError::Version(_) | DumpError::Malformed(_) => Failure::ForGood(error.into()),
-        DumpError::Io(_) | DumpError::Checksum | DumpError::Truncated => Failure::ForNow(error.into()),
+        DumpError::Magic | DumpError::Version(_) | DumpError::Malformed(_) => {
+            Failure::ForGood(error.into())
+        }
+        DumpError::Io(_) | DumpError::Checksum | DumpError::Truncated => {
+            Failure::ForNow(error.into())
+        }
     }
 }

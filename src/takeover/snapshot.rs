@@ -38,7 +38,11 @@ fn write_beside(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::
     // A file that a process with the same id left. If it is not a file, creating the file fails.
     let _removed = std::fs::remove_file(path);
     // The salts of tenants are in it, so neither a link nor a file with another mode is used.
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
     let mut out = BufWriter::with_capacity(BUFFER, file);
     let mut count = 0;
     dump::begin(&mut out)?;
@@ -53,7 +57,11 @@ fn write_beside(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::
 }
 
 /// What the file says, if it is fresh enough. Without one, or with a damaged one, we start without.
-pub(super) fn read(path: &Path, max_age: Duration, now: SystemTime) -> HashMap<WorkerRank, Arc<RankDump>> {
+pub(super) fn read(
+    path: &Path,
+    max_age: Duration,
+    now: SystemTime,
+) -> HashMap<WorkerRank, Arc<RankDump>> {
     if !path.exists() {
         return HashMap::new();
     }
@@ -70,13 +78,26 @@ pub(super) fn read(path: &Path, max_age: Duration, now: SystemTime) -> HashMap<W
     }
 }
 
-fn try_read(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
+fn try_read(
+    path: &Path,
+    max_age: Duration,
+    now: SystemTime,
+) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
     let file = File::open(path)?;
     // A file from the future is one of a clock that was set back.
-    let age = now.duration_since(file.metadata()?.modified()?).unwrap_or_default();
-    ensure!(age <= max_age, "it is {} s old, and may be {} s (`takeover.max_age`)", age.as_secs(), max_age.as_secs());
+    let age = now
+        .duration_since(file.metadata()?.modified()?)
+        .unwrap_or_default();
+    ensure!(
+        age <= max_age,
+        "it is {} s old, and may be {} s (`takeover.max_age`)",
+        age.as_secs(),
+        max_age.as_secs()
+    );
     let ranks = Reader::new(BufReader::with_capacity(BUFFER, file))?;
-    Ok(ranks.map(|held| held.map(|held| (held.rank(), Arc::new(held.of_the_past())))).collect::<Result<_, _>>()?)
+    Ok(ranks
+        .map(|held| held.map(|held| (held.rank(), Arc::new(held.of_the_past()))))
+        .collect::<Result<_, _>>()?)
 }
 
 #[cfg(test)]
@@ -91,25 +112,48 @@ mod tests {
 
     fn held(worker: u64) -> RankDump {
         let mut writer = PrefixIndex::new().join(Slot(0));
-        let block = StoredBlock { engine: EngineHash(worker), local: LocalHash(worker) };
-        writer.apply(&KvEvent::Stored { parent: None, blocks: vec![block], tier: Tier::Device });
-        writer.portrait(WorkerRank { worker: WorkerId(worker), rank: DpRank(0) })
+        let block = StoredBlock {
+            engine: EngineHash(worker),
+            local: LocalHash(worker),
+        };
+        writer.apply(&KvEvent::Stored {
+            parent: None,
+            blocks: vec![block],
+            tier: Tier::Device,
+        });
+        writer.portrait(WorkerRank {
+            worker: WorkerId(worker),
+            rank: DpRank(0),
+        })
     }
 
     #[test]
-    fn what_is_old_damaged_or_missing_is_as_good_as_nothing_and_a_failed_writing_leaves_the_last_one() {
+    fn what_is_old_damaged_or_missing_is_as_good_as_nothing_and_a_failed_writing_leaves_the_last_one()
+     {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("index.warmroute");
         let (minute, now) = (Duration::from_secs(60), SystemTime::now());
         assert_eq!(read(&path, minute, now), HashMap::new(), "there is none");
         assert_eq!(write(&path, [held(1), held(2)].into_iter()).unwrap(), 2);
-        let both: HashMap<_, _> = [held(1), held(2)].map(|held| (held.rank(), Arc::new(held))).into();
+        let both: HashMap<_, _> = [held(1), held(2)]
+            .map(|held| (held.rank(), Arc::new(held)))
+            .into();
         assert_eq!(read(&path, minute, now), both);
-        assert_eq!(read(&path, minute, now - minute), both, "the clock was set back");
-        assert_eq!(read(&path, minute, now + 2 * minute), HashMap::new(), "too old");
+        assert_eq!(
+            read(&path, minute, now - minute),
+            both,
+            "the clock was set back"
+        );
+        assert_eq!(
+            read(&path, minute, now + 2 * minute),
+            HashMap::new(),
+            "too old"
+        );
 
         // Somebody else's folder is in the place of the file to be written.
-        let part = folder.path().join(format!("index.warmroute.{}.part", std::process::id()));
+        let part = folder
+            .path()
+            .join(format!("index.warmroute.{}.part", std::process::id()));
         std::fs::create_dir(&part).unwrap();
         let problem = format!("{:#}", write(&path, [held(3)].into_iter()).unwrap_err());
         assert!(problem.contains("index.warmroute"), "{problem}");
@@ -125,14 +169,29 @@ mod tests {
         std::fs::write(&part, "text").unwrap();
         std::fs::set_permissions(&part, PermissionsExt::from_mode(0o644)).unwrap();
         assert_eq!(write(&path, [held(1), held(2)].into_iter()).unwrap(), 2);
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(
+            std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
         assert_eq!(write(&path, std::iter::empty()).unwrap(), 0);
-        assert_eq!(read(&path, minute, now), both, "nothing is no reason to forget");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "and nothing else is left");
+        assert_eq!(
+            read(&path, minute, now),
+            both,
+            "nothing is no reason to forget"
+        );
+        assert_eq!(
+            std::fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "and nothing else is left"
+        );
 
         let mut bytes = std::fs::read(&path).unwrap();
         bytes.truncate(bytes.len() - 1);
         std::fs::write(&path, bytes).unwrap();
-        assert_eq!(read(&path, minute, now), HashMap::new(), "half of it is nothing");
+        assert_eq!(
+            read(&path, minute, now),
+            HashMap::new(),
+            "half of it is nothing"
+        );
     }
 }

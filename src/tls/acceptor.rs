@@ -60,10 +60,16 @@ impl Acceptor {
         protocol: Protocol,
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>, TlsError> {
-        let source = config.source().map_err(|problem| TlsError::plain(problem.text))?;
+        let source = config
+            .source()
+            .map_err(|problem| TlsError::plain(problem.text))?;
         let material = Material::read(&source, config.client_ca.as_deref())?;
         let read = material.identity()?;
-        let own = if read.is_none() { Some(material::self_signed()?) } else { None };
+        let own = if read.is_none() {
+            Some(material::self_signed()?)
+        } else {
+            None
+        };
         let Some(identity) = read.as_ref().or(own.as_ref()) else {
             return Err(TlsError::plain("there is no certificate"));
         };
@@ -75,12 +81,20 @@ impl Acceptor {
             source,
             client_ca: config.client_ca.clone(),
             server: ArcSwap::from_pointee(server),
-            read: Mutex::new(LastRead { in_use: material.fingerprint(), trouble: None }),
+            read: Mutex::new(LastRead {
+                in_use: material.fingerprint(),
+                trouble: None,
+            }),
             metrics,
             own,
         };
         acceptor.shows(expires);
-        info!(listener, self_signed = acceptor.own.is_some(), mutual = acceptor.client_ca.is_some(), "TLS");
+        info!(
+            listener,
+            self_signed = acceptor.own.is_some(),
+            mutual = acceptor.client_ca.is_some(),
+            "TLS"
+        );
         Ok(Arc::new(acceptor))
     }
 
@@ -91,10 +105,18 @@ impl Acceptor {
 
     /// Says until when the certificate in use is good.
     fn shows(&self, expires: i64) {
-        let label = ListenerLabel { listener: self.listener };
-        self.metrics.tls_certificate_expires_seconds.get_or_create(&label).set(expires);
+        let label = ListenerLabel {
+            listener: self.listener,
+        };
+        self.metrics
+            .tls_certificate_expires_seconds
+            .get_or_create(&label)
+            .set(expires);
         if expires <= material::now() {
-            warn!(listener = self.listener, "the certificate has expired; clients that check refuse it");
+            warn!(
+                listener = self.listener,
+                "the certificate has expired; clients that check refuse it"
+            );
         }
     }
 
@@ -102,7 +124,10 @@ impl Acceptor {
         let read = material.identity()?;
         let identity = read.as_ref().or(self.own.as_ref());
         let identity = identity.ok_or_else(|| TlsError::plain("there is no certificate"))?;
-        Ok((material.server(identity, self.protocol.names())?, identity.expires))
+        Ok((
+            material.server(identity, self.protocol.names())?,
+            identity.expires,
+        ))
     }
 
     /// Tells of files that cannot be used, once for each content and error.
@@ -119,7 +144,13 @@ impl Acceptor {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.metrics.tls_reloads.get_or_create(&ListenerOutcomeLabels { listener: self.listener, outcome }).inc();
+        self.metrics
+            .tls_reloads
+            .get_or_create(&ListenerOutcomeLabels {
+                listener: self.listener,
+                outcome,
+            })
+            .inc();
     }
 }
 
@@ -142,14 +173,20 @@ impl Secret for Acceptor {
         let content = material.fingerprint();
         if content == read.in_use {
             if read.trouble.take().is_some() {
-                info!(listener = self.listener, "the files hold the certificate in use again");
+                info!(
+                    listener = self.listener,
+                    "the files hold the certificate in use again"
+                );
             }
             return;
         }
         match self.build(&material) {
             Ok((server, expires)) => {
                 self.server.store(Arc::new(server));
-                *read = LastRead { in_use: content, trouble: None };
+                *read = LastRead {
+                    in_use: content,
+                    trouble: None,
+                };
                 self.count("applied");
                 info!(listener = self.listener, "new certificate in use");
                 self.shows(expires);

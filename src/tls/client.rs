@@ -25,8 +25,11 @@ pub fn believing_the_system() -> ClientBuilder {
 
 /// A client for an address that an operator gives. It trusts the CAs of the file, or those of the system without a file.
 pub fn trusting(authority: Option<&Path>) -> anyhow::Result<ClientBuilder> {
-    let Some(file) = authority else { return Ok(believing_the_system()) };
-    let bytes = std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
+    let Some(file) = authority else {
+        return Ok(believing_the_system());
+    };
+    let bytes =
+        std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
     let authorities = reqwest::Certificate::from_pem_bundle(&bytes)
         .with_context(|| format!("{} is not a PEM file with certificates", file.display()))?;
     Ok(believing_the_system().tls_certs_only(authorities))
@@ -46,7 +49,9 @@ pub struct ClientFiles<'a> {
 impl ClientFiles<'_> {
     /// Reads them.
     pub fn read(self) -> anyhow::Result<ClientTlsConfig> {
-        let read = |file: &PathBuf| std::fs::read(file).with_context(|| format!("cannot read {}", file.display()));
+        let read = |file: &PathBuf| {
+            std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))
+        };
         let tls = match self.ca {
             Some(file) => ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(file)?)),
             None => ClientTlsConfig::new().with_enabled_roots(),
@@ -60,19 +65,35 @@ impl ClientFiles<'_> {
     /// Mistakes of meaning, where somebody is reached over TLS or nobody is.
     pub fn problems(self, encrypted: bool) -> Vec<Problem> {
         let mut problems = Vec::new();
-        let files = [("ca_file", self.ca), ("cert_file", self.cert), ("key_file", self.key)];
-        for (key, file) in files.into_iter().filter_map(|(key, file)| Some((key, file?))) {
+        let files = [
+            ("ca_file", self.ca),
+            ("cert_file", self.cert),
+            ("key_file", self.key),
+        ];
+        for (key, file) in files
+            .into_iter()
+            .filter_map(|(key, file)| Some((key, file?)))
+        {
             if !file.is_file() {
-                problems.push(Problem::of(key, format!("there is no file {}", file.display())));
+                problems.push(Problem::of(
+                    key,
+                    format!("there is no file {}", file.display()),
+                ));
             } else if !encrypted {
                 let text = "nobody is reached by https://, so it would never be used; leave it out, or write https://";
                 problems.push(Problem::of(key, text));
             }
         }
         if self.cert.is_some() != self.key.is_some() {
-            let (key, missing) =
-                if self.cert.is_some() { ("cert_file", "key_file") } else { ("key_file", "cert_file") };
-            problems.push(Problem::of(key, format!("`{missing}` belongs to it and is missing")));
+            let (key, missing) = if self.cert.is_some() {
+                ("cert_file", "key_file")
+            } else {
+                ("key_file", "cert_file")
+            };
+            problems.push(Problem::of(
+                key,
+                format!("`{missing}` belongs to it and is missing"),
+            ));
         }
         problems
     }

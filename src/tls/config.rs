@@ -34,7 +34,12 @@ impl TlsConfig {
 
     /// Makes names of files absolute.
     pub fn resolve(&mut self, folder: &Path) {
-        let files = [&mut self.cert, &mut self.key, &mut self.cert_dir, &mut self.client_ca];
+        let files = [
+            &mut self.cert,
+            &mut self.key,
+            &mut self.cert_dir,
+            &mut self.client_ca,
+        ];
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
@@ -46,7 +51,9 @@ impl TlsConfig {
             Ok(source) => source,
             Err(problem) => return vec![problem],
         };
-        match Material::read(&source, self.client_ca.as_deref()).and_then(|material| material.check()) {
+        match Material::read(&source, self.client_ca.as_deref())
+            .and_then(|material| material.check())
+        {
             Ok(()) => Vec::new(),
             Err(error) => {
                 let key = match &error.path {
@@ -63,15 +70,23 @@ impl TlsConfig {
     /// Where the certificate comes from.
     pub(super) fn source(&self) -> Result<Source, Problem> {
         match (&self.cert, &self.key, &self.cert_dir, self.self_signed) {
-            (Some(cert), Some(key), None, false) => Ok(Source::Files { cert: cert.clone(), key: key.clone() }),
-            (None, None, Some(folder), false) => {
-                Ok(Source::Files { cert: folder.join(IN_FOLDER.0), key: folder.join(IN_FOLDER.1) })
-            }
+            (Some(cert), Some(key), None, false) => Ok(Source::Files {
+                cert: cert.clone(),
+                key: key.clone(),
+            }),
+            (None, None, Some(folder), false) => Ok(Source::Files {
+                cert: folder.join(IN_FOLDER.0),
+                key: folder.join(IN_FOLDER.1),
+            }),
             (None, None, None, true) => Ok(Source::SelfSigned),
-            (Some(_), None, None, false) => Err(Problem::of("cert", "there is no key for it; name its file as `key`")),
-            (None, Some(_), None, false) => {
-                Err(Problem::of("key", "there is no certificate for it; name its file as `cert`"))
-            }
+            (Some(_), None, None, false) => Err(Problem::of(
+                "cert",
+                "there is no key for it; name its file as `key`",
+            )),
+            (None, Some(_), None, false) => Err(Problem::of(
+                "key",
+                "there is no certificate for it; name its file as `cert`",
+            )),
             (None, None, None, false) => {
                 let text = "there is no certificate; give `cert` and `key`, or `cert_dir`, or `self_signed: true`";
                 Err(Problem::at([], text))
@@ -93,20 +108,27 @@ mod tests {
     fn exactly_one_certificate_is_wanted() {
         let (cert, key) = (Some(PathBuf::from("c")), Some(PathBuf::from("k")));
         let dir = Some(PathBuf::from("d"));
-        let of = |cert: &Option<PathBuf>, key: &Option<PathBuf>, dir: &Option<PathBuf>, own| TlsConfig {
-            cert: cert.clone(),
-            key: key.clone(),
-            cert_dir: dir.clone(),
-            self_signed: own,
-            client_ca: None,
-        };
+        let of =
+            |cert: &Option<PathBuf>, key: &Option<PathBuf>, dir: &Option<PathBuf>, own| TlsConfig {
+                cert: cert.clone(),
+                key: key.clone(),
+                cert_dir: dir.clone(),
+                self_signed: own,
+                client_ca: None,
+            };
         for (config, complaint) in [
             (of(&cert, &key, &None, false), None),
             (of(&None, &None, &dir, false), None),
             (of(&None, &None, &None, true), None),
-            (of(&None, &None, &None, false), Some("there is no certificate;")),
+            (
+                of(&None, &None, &None, false),
+                Some("there is no certificate;"),
+            ),
             (of(&cert, &None, &None, false), Some("there is no key")),
-            (of(&None, &key, &None, false), Some("there is no certificate for it")),
+            (
+                of(&None, &key, &None, false),
+                Some("there is no certificate for it"),
+            ),
             (of(&cert, &key, &dir, false), Some("several ways")),
             (of(&cert, &key, &None, true), Some("several ways")),
             (of(&None, &key, &dir, false), Some("several ways")),
@@ -115,7 +137,10 @@ mod tests {
             let found = config.source().err().map(|problem| problem.text);
             match complaint {
                 None => assert_eq!(found, None, "{config:?}"),
-                Some(words) => assert!(found.as_deref().unwrap_or_default().contains(words), "{config:?}: {found:?}"),
+                Some(words) => assert!(
+                    found.as_deref().unwrap_or_default().contains(words),
+                    "{config:?}: {found:?}"
+                ),
             }
         }
     }
@@ -130,7 +155,11 @@ mod tests {
             client_ca: Some("ca.pem".into()),
         };
         config.resolve(Path::new("/etc/w"));
-        let files = [config.cert, config.key, config.cert_dir, config.client_ca].map(Option::unwrap);
-        assert_eq!(files, ["/etc/w/tls/c.pem", "/k.pem", "/etc/w/dir", "/etc/w/ca.pem"].map(PathBuf::from));
+        let files =
+            [config.cert, config.key, config.cert_dir, config.client_ca].map(Option::unwrap);
+        assert_eq!(
+            files,
+            ["/etc/w/tls/c.pem", "/k.pem", "/etc/w/dir", "/etc/w/ca.pem"].map(PathBuf::from)
+        );
     }
 }

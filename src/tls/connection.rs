@@ -77,9 +77,22 @@ pub struct AcceptedConnection<S> {
 }
 
 impl<S> AcceptedConnection<S> {
-    pub(super) fn new(protocol: ConnectionProtocol<S>, timeouts: ConnectionTimeouts, slot: ConnectionSlot) -> Self {
+    pub(super) fn new(
+        protocol: ConnectionProtocol<S>,
+        timeouts: ConnectionTimeouts,
+        slot: ConnectionSlot,
+    ) -> Self {
         let opened = Instant::now();
-        Self { protocol, timeouts, slot, opened, incomplete_block: None, timer: None, write_timer: None, reported: 0 }
+        Self {
+            protocol,
+            timeouts,
+            slot,
+            opened,
+            incomplete_block: None,
+            timer: None,
+            write_timer: None,
+            reported: 0,
+        }
     }
 
     /// The socket below.
@@ -127,8 +140,14 @@ impl<S> AcceptedConnection<S> {
         if let Some(block) = self.incomplete_block {
             return Some((ClientWait::HeaderBlock, block.began + self.timeouts.header));
         }
-        let idle = self.timeouts.idle.filter(|_| self.usage().open_streams() == 0)?;
-        Some((ClientWait::Request, self.slot.instant_of(self.usage().last()) + idle))
+        let idle = self
+            .timeouts
+            .idle
+            .filter(|_| self.usage().open_streams() == 0)?;
+        Some((
+            ClientWait::Request,
+            self.slot.instant_of(self.usage().last()) + idle,
+        ))
     }
 
     /// Follows the header block that is incomplete. One poll may complete a block and receive the beginning of the next one, which has a
@@ -143,8 +162,10 @@ impl<S> AcceptedConnection<S> {
         };
         let is_same = |block: &IncompleteBlock| block.completed_before == completed_before;
         let known = self.incomplete_block.filter(is_same);
-        self.incomplete_block =
-            Some(known.unwrap_or_else(|| IncompleteBlock { began: Instant::now(), completed_before }));
+        self.incomplete_block = Some(known.unwrap_or_else(|| IncompleteBlock {
+            began: Instant::now(),
+            completed_before,
+        }));
     }
 
     /// Ready when the connection has to be closed.
@@ -156,7 +177,9 @@ impl<S> AcceptedConnection<S> {
             self.timer = None;
             return Poll::Pending;
         };
-        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+        let timer = self
+            .timer
+            .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         if timer.deadline() != deadline {
             timer.as_mut().reset(deadline);
         }
@@ -172,7 +195,11 @@ impl<S> AcceptedConnection<S> {
 
     /// Ends a connection whose client does not read. `h2` and hyper do not read from such a connection either, so that eviction cannot
     /// rely on reading.
-    fn after_write<T>(&mut self, cx: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn after_write<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        polled: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         self.report();
         if polled.is_ready() {
             self.write_timer = None;
@@ -181,7 +208,9 @@ impl<S> AcceptedConnection<S> {
         if self.slot.poll_evicted(cx).is_ready() {
             return Poll::Ready(Err(evicted()));
         }
-        let timer = self.write_timer.get_or_insert_with(|| Box::pin(sleep(WRITE_TIMEOUT)));
+        let timer = self
+            .write_timer
+            .get_or_insert_with(|| Box::pin(sleep(WRITE_TIMEOUT)));
         ready!(timer.as_mut().poll(cx));
         self.slot.on_timeout("write_timeout");
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
@@ -189,11 +218,18 @@ impl<S> AcceptedConnection<S> {
 }
 
 fn evicted() -> io::Error {
-    io::Error::new(io::ErrorKind::ConnectionAborted, "evicted for a new connection")
+    io::Error::new(
+        io::ErrorKind::ConnectionAborted,
+        "evicted for a new connection",
+    )
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for AcceptedConnection<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
         let polled = match &mut this.protocol {
@@ -223,7 +259,11 @@ macro_rules! delegate {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        octets: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let polled = delegate!(this, io => Pin::new(io).poll_write(cx, octets));
         this.after_write(cx, polled)
@@ -260,7 +300,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ConnectionIo<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
             Self::Tls(stream) => Pin::new(stream).poll_read(cx, buf),
@@ -269,7 +313,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ConnectionIo<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnectionIo<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        octets: &[u8],
+    ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Self::Plain(socket) => Pin::new(socket).poll_write(cx, octets),
             Self::Tls(stream) => Pin::new(stream).poll_write(cx, octets),

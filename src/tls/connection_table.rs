@@ -41,7 +41,10 @@ pub(super) struct ConnectionUse {
 
 impl ConnectionUse {
     fn at(now: Duration) -> Self {
-        Self { last: AtomicU64::new(millis(now)), ..Self::default() }
+        Self {
+            last: AtomicU64::new(millis(now)),
+            ..Self::default()
+        }
     }
 
     /// Reports a message.
@@ -65,7 +68,11 @@ impl ConnectionUse {
     /// Ready once the connection has to be closed.
     pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.waker.register(cx.waker());
-        if self.evicted.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+        if self.evicted.load(Ordering::Acquire) {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
     }
 
     /// Withdraws the eviction of a connection that has been used since it was chosen. It counts again.
@@ -114,7 +121,10 @@ pub(super) struct AdmittedConnection {
 
 impl ConnectionTable {
     pub(super) fn new(limits: ConnectionLimits) -> Self {
-        Self { limits, entries: Slab::new() }
+        Self {
+            limits,
+            entries: Slab::new(),
+        }
     }
 
     /// Admits a connection. Beyond a limit it evicts the connection that has been idle for longest, of the same peer if the peer has
@@ -130,14 +140,24 @@ impl ConnectionTable {
         let is_of_peer = |entry: &ConnectionEntry| peer.is_some() && entry.peer == peer;
         let mut total = 0;
         let mut of_peer = 0;
-        for (_, entry) in self.entries.iter().filter(|(_, entry)| !entry.usage.is_evicted()) {
+        for (_, entry) in self
+            .entries
+            .iter()
+            .filter(|(_, entry)| !entry.usage.is_evicted())
+        {
             total += 1;
             of_peer += usize::from(is_of_peer(entry));
         }
         let victim = if of_peer >= self.limits.per_peer {
-            Some(self.idlest(now, is_of_peer).ok_or(ConnectionAdmissionError::TooManyOfPeer)?)
+            Some(
+                self.idlest(now, is_of_peer)
+                    .ok_or(ConnectionAdmissionError::TooManyOfPeer)?,
+            )
         } else if total >= self.limits.total {
-            Some(self.idlest(now, |_| true).ok_or(ConnectionAdmissionError::TooMany)?)
+            Some(
+                self.idlest(now, |_| true)
+                    .ok_or(ConnectionAdmissionError::TooMany)?,
+            )
         } else {
             None
         };
@@ -146,8 +166,15 @@ impl ConnectionTable {
         }
         let has_evicted = victim.is_some();
         let usage = Arc::new(ConnectionUse::at(now));
-        let key = self.entries.insert(ConnectionEntry { peer, usage: usage.clone() });
-        Ok(AdmittedConnection { key, usage, has_evicted })
+        let key = self.entries.insert(ConnectionEntry {
+            peer,
+            usage: usage.clone(),
+        });
+        Ok(AdmittedConnection {
+            key,
+            usage,
+            has_evicted,
+        })
     }
 
     /// Evicts the connection that has been idle for longest, if there is an idle one.
@@ -162,9 +189,19 @@ impl ConnectionTable {
     }
 
     /// Connections without streams come first.
-    fn idlest(&self, now: Duration, may_go: impl Fn(&ConnectionEntry) -> bool) -> Option<&ConnectionUse> {
-        let candidates = self.entries.iter().map(|(_, entry)| entry).filter(|entry| may_go(entry));
-        let candidates = candidates.map(|entry| &*entry.usage).filter(|usage| !usage.is_evicted());
+    fn idlest(
+        &self,
+        now: Duration,
+        may_go: impl Fn(&ConnectionEntry) -> bool,
+    ) -> Option<&ConnectionUse> {
+        let candidates = self
+            .entries
+            .iter()
+            .map(|(_, entry)| entry)
+            .filter(|entry| may_go(entry));
+        let candidates = candidates
+            .map(|entry| &*entry.usage)
+            .filter(|usage| !usage.is_evicted());
         candidates
             .filter(|usage| usage.is_replaceable(now, self.limits.quiet))
             .min_by_key(|usage| (usage.open_streams() > 0, usage.last()))
@@ -180,7 +217,11 @@ mod tests {
     const QUIET: Duration = Duration::from_secs(300);
 
     fn table(total: usize, per_peer: usize) -> ConnectionTable {
-        ConnectionTable::new(ConnectionLimits { total, per_peer, quiet: QUIET })
+        ConnectionTable::new(ConnectionLimits {
+            total,
+            per_peer,
+            quiet: QUIET,
+        })
     }
 
     fn peer(last: u8) -> Option<IpAddr> {
@@ -197,7 +238,10 @@ mod tests {
         let [a, b, c] = [1, 2, 3].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
         a.usage.on_message(at(10));
         let d = table.admit(peer(4), at(11)).ok().unwrap();
-        assert_eq!([&a, &b, &c, &d].map(|one| one.usage.is_evicted()), [false, true, false, false]);
+        assert_eq!(
+            [&a, &b, &c, &d].map(|one| one.usage.is_evicted()),
+            [false, true, false, false]
+        );
         assert!(d.has_evicted);
         // The evicted connection no longer counts, although its task has not ended.
         b.usage.on_message(at(12));
@@ -212,8 +256,14 @@ mod tests {
     fn evicted_connections_are_bounded_until_they_close() {
         let mut table = table(2, 2);
         let open = [1, 2, 3, 4].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
-        assert_eq!(open.each_ref().map(|one| one.usage.is_evicted()), [true, true, false, false]);
-        assert!(matches!(table.admit(peer(5), at(5)), Err(ConnectionAdmissionError::TooMany)));
+        assert_eq!(
+            open.each_ref().map(|one| one.usage.is_evicted()),
+            [true, true, false, false]
+        );
+        assert!(matches!(
+            table.admit(peer(5), at(5)),
+            Err(ConnectionAdmissionError::TooMany)
+        ));
         assert!(!open[2].usage.is_evicted());
         table.remove(open[0].key);
         assert!(table.admit(peer(5), at(5)).ok().unwrap().has_evicted);
@@ -226,7 +276,10 @@ mod tests {
         let [a, b] = [1, 2].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
         a.usage.set_open_streams(1);
         b.usage.set_open_streams(5);
-        assert!(matches!(table.admit(peer(3), at(100)), Err(ConnectionAdmissionError::TooMany)));
+        assert!(matches!(
+            table.admit(peer(3), at(100)),
+            Err(ConnectionAdmissionError::TooMany)
+        ));
         assert!(!a.usage.is_evicted() && !b.usage.is_evicted());
         let c = table.admit(peer(3), at(302)).ok().unwrap();
         assert!(a.usage.is_evicted() && !b.usage.is_evicted());
@@ -242,7 +295,10 @@ mod tests {
         let unix = table.admit(None, at(0)).ok().unwrap();
         let [a, b] = [1, 2].map(|n| table.admit(peer(2), at(n)).ok().unwrap());
         table.admit(peer(2), at(3)).ok().unwrap();
-        assert_eq!([&other, &unix, &a, &b].map(|one| one.usage.is_evicted()), [false, false, true, false]);
+        assert_eq!(
+            [&other, &unix, &a, &b].map(|one| one.usage.is_evicted()),
+            [false, false, true, false]
+        );
         for _ in 0..5 {
             assert!(
                 !table.admit(None, at(4)).ok().unwrap().has_evicted,

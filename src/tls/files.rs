@@ -25,7 +25,10 @@ pub struct Pace {
 
 impl Default for Pace {
     fn default() -> Self {
-        Self { poll: Duration::from_secs(10), debounce: Duration::from_millis(250) }
+        Self {
+            poll: Duration::from_secs(10),
+            debounce: Duration::from_millis(250),
+        }
     }
 }
 
@@ -44,7 +47,9 @@ pub(super) async fn change(heard: &Notify, pace: Pace) {
 /// Tells `heard` of changes in the folders of the files, until it is dropped.
 pub(super) fn listen(files: &[PathBuf], heard: Arc<Notify>) -> Option<RecommendedWatcher> {
     let folder = |file: &PathBuf| {
-        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = file
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty());
         folder.unwrap_or(Path::new(".")).to_owned()
     };
     let folders: BTreeSet<_> = files.iter().map(folder).collect();
@@ -54,7 +59,9 @@ pub(super) fn listen(files: &[PathBuf], heard: Arc<Notify>) -> Option<Recommende
         }
     };
     let only_polled = |error: &notify::Error| tracing::warn!(%error, "cannot watch certificates; they are only polled");
-    let mut watcher = notify::recommended_watcher(on_event).inspect_err(only_polled).ok()?;
+    let mut watcher = notify::recommended_watcher(on_event)
+        .inspect_err(only_polled)
+        .ok()?;
     for folder in folders {
         if let Err(error) = watcher.watch(&folder, RecursiveMode::NonRecursive) {
             tracing::warn!(folder = %folder.display(), %error, "cannot watch the folder; its files are only polled");

@@ -47,7 +47,10 @@ impl HandshakeError {
     ];
 
     pub(super) fn of(error: &io::Error) -> Self {
-        let Some(error) = error.get_ref().and_then(|error| error.downcast_ref::<Error>()) else {
+        let Some(error) = error
+            .get_ref()
+            .and_then(|error| error.downcast_ref::<Error>())
+        else {
             return Self::Closed;
         };
         match error {
@@ -94,9 +97,15 @@ impl HandshakeError {
             Self::NoClientCertificate => {
                 "the listener has `client_ca`; give the client a certificate of that authority"
             }
-            Self::ClientCertificate => "the client's certificate is not valid for `client_ca` of this listener",
-            Self::Alpn => "the client offers another protocol; gRPC listeners need h2, the admin listener http/1.1",
-            Self::Alert => "the client refused the handshake; it may not trust the certificate of this listener",
+            Self::ClientCertificate => {
+                "the client's certificate is not valid for `client_ca` of this listener"
+            }
+            Self::Alpn => {
+                "the client offers another protocol; gRPC listeners need h2, the admin listener http/1.1"
+            }
+            Self::Alert => {
+                "the client refused the handshake; it may not trust the certificate of this listener"
+            }
             Self::Malformed | Self::Incompatible | Self::Closed | Self::Timeout | Self::Other => "",
         }
     }

@@ -20,10 +20,14 @@ use warmroute_http2_filter::{ErrorScope, Http2Filter, Http2Limits, SentError};
 
 use super::acceptor::{Acceptor, Protocol};
 use super::connection::{AcceptedConnection, ConnectionIo, ConnectionProtocol, ConnectionTimeouts};
-use super::connection_table::{ConnectionAdmissionError, ConnectionLimits, ConnectionTable, ConnectionUse};
+use super::connection_table::{
+    ConnectionAdmissionError, ConnectionLimits, ConnectionTable, ConnectionUse,
+};
 use super::handshake::HandshakeError;
 use super::log_limit::LogLimit;
-use crate::metrics::{Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics};
+use crate::metrics::{
+    Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics,
+};
 
 /// Pause after a failed accept. It fails again at once where the process has no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -105,11 +109,23 @@ where
     /// Accepts the connections of `sockets`.
     pub fn new(profile: ListenerProfile, sockets: L, metrics: Arc<Metrics>) -> Self {
         create_series(&profile, &metrics);
-        let open = metrics.connections.get_or_create_owned(&ListenerLabel { listener: profile.name });
+        let open = metrics.connections.get_or_create_owned(&ListenerLabel {
+            listener: profile.name,
+        });
         let table = Mutex::new(ConnectionTable::new(profile.limits.connections));
-        let context =
-            ListenerContext { profile, table, started: Instant::now(), open, log: LogLimit::default(), metrics };
-        Self { sockets, context: Arc::new(context), handshakes: JoinSet::new() }
+        let context = ListenerContext {
+            profile,
+            table,
+            started: Instant::now(),
+            open,
+            log: LogLimit::default(),
+            metrics,
+        };
+        Self {
+            sockets,
+            context: Arc::new(context),
+            handshakes: JoinSet::new(),
+        }
     }
 
     /// The next connection that is ready for use; none when the listener has ended. Cancel-safe.
@@ -139,7 +155,8 @@ where
             return Some(slot.into_connection(ConnectionIo::Plain(socket)));
         };
         let server = acceptor.current();
-        self.handshakes.spawn(async move { slot.handshake(socket, server).await });
+        self.handshakes
+            .spawn(async move { slot.handshake(socket, server).await });
         None
     }
 
@@ -158,20 +175,42 @@ impl ListenerContext {
         match self.table.lock().admit(peer.map(|peer| peer.ip()), now) {
             Ok(admitted) => {
                 if admitted.has_evicted {
-                    self.warn_limited("evicted", peer, "too many connections; the one idle for longest was closed", "");
+                    self.warn_limited(
+                        "evicted",
+                        peer,
+                        "too many connections; the one idle for longest was closed",
+                        "",
+                    );
                 }
                 self.open.inc();
-                Some(ConnectionSlot { key: admitted.key, usage: admitted.usage, context: self.clone(), peer })
+                Some(ConnectionSlot {
+                    key: admitted.key,
+                    usage: admitted.usage,
+                    context: self.clone(),
+                    peer,
+                })
             }
             Err(error) => {
                 let text = match error {
-                    ConnectionAdmissionError::TooMany => "too many connections, all in use; connection refused",
+                    ConnectionAdmissionError::TooMany => {
+                        "too many connections, all in use; connection refused"
+                    }
                     ConnectionAdmissionError::TooManyOfPeer => {
                         "too many connections of one address, all in use; connection refused"
                     }
                 };
-                self.metrics.connections_refused.get_or_create(&ListenerLabel { listener: self.name() }).inc();
-                self.warn_limited("refused", peer, text, "see `limits.connections` and `limits.connections_per_peer`");
+                self.metrics
+                    .connections_refused
+                    .get_or_create(&ListenerLabel {
+                        listener: self.name(),
+                    })
+                    .inc();
+                self.warn_limited(
+                    "refused",
+                    peer,
+                    text,
+                    "see `limits.connections` and `limits.connections_per_peer`",
+                );
                 None
             }
         }
@@ -195,19 +234,36 @@ impl ListenerContext {
     }
 
     fn on_closed(&self, reason: &'static str) {
-        let labels = ListenerReasonLabels { listener: self.name(), reason };
+        let labels = ListenerReasonLabels {
+            listener: self.name(),
+            reason,
+        };
         self.metrics.connections_closed.get_or_create(&labels).inc();
     }
 
     fn on_handshake(&self, outcome: &'static str) {
-        let labels = ListenerOutcomeLabels { listener: self.name(), outcome };
+        let labels = ListenerOutcomeLabels {
+            listener: self.name(),
+            outcome,
+        };
         self.metrics.tls_handshakes.get_or_create(&labels).inc();
     }
 
-    fn on_handshake_error(&self, failure: HandshakeError, peer: Option<SocketAddr>, error: &dyn std::fmt::Display) {
+    fn on_handshake_error(
+        &self,
+        failure: HandshakeError,
+        peer: Option<SocketAddr>,
+        error: &dyn std::fmt::Display,
+    ) {
         let reason = failure.reason();
-        let labels = ListenerReasonLabels { listener: self.name(), reason };
-        self.metrics.tls_handshake_errors.get_or_create(&labels).inc();
+        let labels = ListenerReasonLabels {
+            listener: self.name(),
+            reason,
+        };
+        self.metrics
+            .tls_handshake_errors
+            .get_or_create(&labels)
+            .inc();
         if !failure.is_notable() {
             debug!(listener = self.name(), peer = peer.map(tracing::field::display), %error, "TLS handshake not finished");
         } else if let Some(suppressed) = self.log.admit(reason, self.now()) {
@@ -223,18 +279,37 @@ impl ListenerContext {
             ErrorScope::Connection => "connection",
         };
         let reason = sent.reason;
-        self.metrics.http2_errors.get_or_create(&Http2ErrorLabels { listener: self.name(), scope, reason }).inc();
+        self.metrics
+            .http2_errors
+            .get_or_create(&Http2ErrorLabels {
+                listener: self.name(),
+                scope,
+                reason,
+            })
+            .inc();
         if let Some(suppressed) = self.log.admit(reason, self.now()) {
             let peer = peer.map(tracing::field::display);
-            warn!(listener = self.name(), peer, scope, reason, suppressed, "HTTP/2 error sent to the client");
+            warn!(
+                listener = self.name(),
+                peer, scope, reason, suppressed, "HTTP/2 error sent to the client"
+            );
         }
     }
 
-    fn warn_limited(&self, cause: &'static str, peer: Option<SocketAddr>, text: &'static str, hint: &'static str) {
+    fn warn_limited(
+        &self,
+        cause: &'static str,
+        peer: Option<SocketAddr>,
+        text: &'static str,
+        hint: &'static str,
+    ) {
         if let Some(suppressed) = self.log.admit(cause, self.now()) {
             let peer = peer.map(tracing::field::display);
             let most = self.profile.limits.connections.total;
-            warn!(listener = self.name(), peer, most, hint, suppressed, "{text}");
+            warn!(
+                listener = self.name(),
+                peer, most, hint, suppressed, "{text}"
+            );
         }
     }
 }
@@ -252,7 +327,10 @@ impl ConnectionSlot {
     /// Whether the connection has to be closed because it was evicted. A connection that has been used since then stays.
     pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
         ready!(self.usage.poll_evicted(cx));
-        if self.usage.is_replaceable(self.now(), self.context.profile.limits.connections.quiet) {
+        if self
+            .usage
+            .is_replaceable(self.now(), self.context.profile.limits.connections.quiet)
+        {
             return Poll::Ready(());
         }
         self.usage.withdraw_eviction();
@@ -264,28 +342,44 @@ impl ConnectionSlot {
         self.context.on_closed(reason);
     }
 
-    fn into_connection<S: AsyncRead + AsyncWrite + Unpin>(self, io: ConnectionIo<S>) -> AcceptedConnection<S> {
+    fn into_connection<S: AsyncRead + AsyncWrite + Unpin>(
+        self,
+        io: ConnectionIo<S>,
+    ) -> AcceptedConnection<S> {
         let limits = self.context.profile.limits;
-        let timeouts = ConnectionTimeouts { header: limits.handshake, idle: limits.idle };
+        let timeouts = ConnectionTimeouts {
+            header: limits.handshake,
+            idle: limits.idle,
+        };
         let protocol = match self.context.profile.protocol {
             Protocol::Http => ConnectionProtocol::Http1 { io, read: 0 },
             Protocol::Grpc => {
                 let context = self.context.clone();
                 let peer = self.peer;
-                let http2 = Http2Limits { header_block: limits.header_block };
-                let filter = Http2Filter::new(io, http2, move |sent| context.on_http2_error(sent, peer));
+                let http2 = Http2Limits {
+                    header_block: limits.header_block,
+                };
+                let filter =
+                    Http2Filter::new(io, http2, move |sent| context.on_http2_error(sent, peer));
                 ConnectionProtocol::Http2(Box::new(filter))
             }
         };
         AcceptedConnection::new(protocol, timeouts, self)
     }
 
-    async fn handshake<S>(self, socket: S, server: Arc<rustls::ServerConfig>) -> Option<AcceptedConnection<S>>
+    async fn handshake<S>(
+        self,
+        socket: S,
+        server: Arc<rustls::ServerConfig>,
+    ) -> Option<AcceptedConnection<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let context = self.context.clone();
-        let accepted = timeout(context.profile.limits.handshake, TlsAcceptor::from(server).accept(socket));
+        let accepted = timeout(
+            context.profile.limits.handshake,
+            TlsAcceptor::from(server).accept(socket),
+        );
         let evicted = std::future::poll_fn(|cx| self.usage.poll_evicted(cx));
         let accepted = tokio::select! {
             accepted = accepted => accepted,
@@ -324,16 +418,34 @@ impl Drop for ConnectionSlot {
 fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
     let listener = profile.name;
     let counted = |reason| ListenerReasonLabels { listener, reason };
-    for reason in ["evicted", "idle", "greeting_timeout", "header_timeout", "write_timeout"] {
+    for reason in [
+        "evicted",
+        "idle",
+        "greeting_timeout",
+        "header_timeout",
+        "write_timeout",
+    ] {
         drop(metrics.connections_closed.get_or_create(&counted(reason)));
     }
-    drop(metrics.connections_refused.get_or_create(&ListenerLabel { listener }));
+    drop(
+        metrics
+            .connections_refused
+            .get_or_create(&ListenerLabel { listener }),
+    );
     for error in HandshakeError::ALL.iter().filter(|_| profile.tls.is_some()) {
-        drop(metrics.tls_handshake_errors.get_or_create(&counted(error.reason())));
+        drop(
+            metrics
+                .tls_handshake_errors
+                .get_or_create(&counted(error.reason())),
+        );
     }
     if profile.protocol == Protocol::Grpc {
         for scope in ["stream", "connection"] {
-            let labels = Http2ErrorLabels { listener, scope, reason: "protocol_error" };
+            let labels = Http2ErrorLabels {
+                listener,
+                scope,
+                reason: "protocol_error",
+            };
             drop(metrics.http2_errors.get_or_create(&labels));
         }
     }
@@ -342,7 +454,10 @@ fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
 /// Whether an accept error concerns one client only, so that the next one can be accepted at once.
 fn is_of_one_client(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
-    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+    matches!(
+        error.kind(),
+        ConnectionAborted | ConnectionRefused | ConnectionReset
+    )
 }
 
 #[cfg(test)]

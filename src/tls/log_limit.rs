@@ -25,7 +25,13 @@ impl LogLimit {
     pub(super) fn admit(&self, cause: &'static str, now: Duration) -> Option<u64> {
         let mut causes = self.causes.lock();
         let Some(logged) = causes.get_mut(cause) else {
-            causes.insert(cause, LoggedCause { last: now, suppressed: 0 });
+            causes.insert(
+                cause,
+                LoggedCause {
+                    last: now,
+                    suppressed: 0,
+                },
+            );
             return Some(0);
         };
         if now.saturating_sub(logged.last) < INTERVAL {
@@ -45,8 +51,14 @@ mod tests {
     fn each_cause_is_logged_once_per_interval() {
         let limit = LogLimit::default();
         let at = Duration::from_secs;
-        assert_eq!([0, 0, 9].map(|now| limit.admit("a", at(now))), [Some(0), None, None]);
+        assert_eq!(
+            [0, 0, 9].map(|now| limit.admit("a", at(now))),
+            [Some(0), None, None]
+        );
         assert_eq!(limit.admit("b", at(9)), Some(0));
-        assert_eq!([10, 19, 20].map(|now| limit.admit("a", at(now))), [Some(2), None, Some(1)]);
+        assert_eq!(
+            [10, 19, 20].map(|now| limit.admit("a", at(now))),
+            [Some(2), None, Some(1)]
+        );
     }
 }

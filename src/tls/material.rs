@@ -30,11 +30,17 @@ pub struct TlsError {
 
 impl TlsError {
     fn of(path: &Path, text: impl Into<String>) -> Self {
-        Self { path: Some(path.to_owned()), text: text.into() }
+        Self {
+            path: Some(path.to_owned()),
+            text: text.into(),
+        }
     }
 
     pub(super) fn plain(text: impl Into<String>) -> Self {
-        Self { path: None, text: text.into() }
+        Self {
+            path: None,
+            text: text.into(),
+        }
     }
 }
 
@@ -84,9 +90,15 @@ impl Material {
     pub(super) fn read(source: &Source, client_ca: Option<&Path>) -> Result<Self, TlsError> {
         let pair = match source {
             Source::SelfSigned => None,
-            Source::Files { cert, key } => Some(Pair { cert: read(cert)?, key: read(key)? }),
+            Source::Files { cert, key } => Some(Pair {
+                cert: read(cert)?,
+                key: read(key)?,
+            }),
         };
-        Ok(Self { pair, client_ca: client_ca.map(read).transpose()? })
+        Ok(Self {
+            pair,
+            client_ca: client_ca.map(read).transpose()?,
+        })
     }
 
     /// Tells contents apart, without keeping a private key longer than it is needed.
@@ -101,32 +113,62 @@ impl Material {
 
     /// Whether it could be used; where the certificate is to be made by us, only the rest is looked at.
     pub(super) fn check(&self) -> Result<(), TlsError> {
-        let identity = if self.pair.is_some() { self.identity()? } else { None };
+        let identity = if self.pair.is_some() {
+            self.identity()?
+        } else {
+            None
+        };
         let identity = identity.map_or_else(self_signed, Ok)?;
         self.server(&identity, &[]).map(drop)
     }
 
     /// The certificate that was read, if one was to be.
     pub(super) fn identity(&self) -> Result<Option<Identity>, TlsError> {
-        let Some(Pair { cert: (cert, cert_pem), key: (key, key_pem) }) = &self.pair else { return Ok(None) };
+        let Some(Pair {
+            cert: (cert, cert_pem),
+            key: (key, key_pem),
+        }) = &self.pair
+        else {
+            return Ok(None);
+        };
         let chain: Vec<_> = CertificateDer::pem_slice_iter(cert_pem)
             .collect::<Result<_, _>>()
-            .map_err(|error| TlsError::of(cert, format!("this is not PEM ({error}); give a certificate as PEM")))?;
+            .map_err(|error| {
+                TlsError::of(
+                    cert,
+                    format!("this is not PEM ({error}); give a certificate as PEM"),
+                )
+            })?;
         let Some(first) = chain.first() else {
-            return Err(TlsError::of(cert, "there is no certificate in it; give one as PEM, its chain after it"));
+            return Err(TlsError::of(
+                cert,
+                "there is no certificate in it; give one as PEM, its chain after it",
+            ));
         };
         let expires = expiry(first).map_err(|text| TlsError::of(cert, text))?;
         let private = PrivateKeyDer::from_pem_slice(key_pem).map_err(|error| match error {
-            pem::Error::NoItemsFound => {
-                TlsError::of(key, "there is no private key in it; give one as PEM, without a password")
-            }
-            error => TlsError::of(key, format!("this is not PEM ({error}); give a private key as PEM")),
+            pem::Error::NoItemsFound => TlsError::of(
+                key,
+                "there is no private key in it; give one as PEM, without a password",
+            ),
+            error => TlsError::of(
+                key,
+                format!("this is not PEM ({error}); give a private key as PEM"),
+            ),
         })?;
-        Ok(Some(Identity { chain, key: Arc::new(private), expires }))
+        Ok(Some(Identity {
+            chain,
+            key: Arc::new(private),
+            expires,
+        }))
     }
 
     /// A server that shows `identity` and speaks one of `protocols`.
-    pub(super) fn server(&self, identity: &Identity, protocols: &[&[u8]]) -> Result<ServerConfig, TlsError> {
+    pub(super) fn server(
+        &self,
+        identity: &Identity,
+        protocols: &[&[u8]],
+    ) -> Result<ServerConfig, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])
@@ -134,19 +176,26 @@ impl Material {
         let builder = match &self.client_ca {
             None => builder.with_no_client_auth(),
             Some((path, pem)) => {
-                let verifier = WebPkiClientVerifier::builder_with_provider(roots(path, pem)?.into(), provider).build();
-                builder.with_client_cert_verifier(verifier.map_err(|error| TlsError::of(path, error.to_string()))?)
+                let verifier =
+                    WebPkiClientVerifier::builder_with_provider(roots(path, pem)?.into(), provider)
+                        .build();
+                builder.with_client_cert_verifier(
+                    verifier.map_err(|error| TlsError::of(path, error.to_string()))?,
+                )
             }
         };
-        let mut server = builder.with_single_cert(identity.chain.clone(), identity.key.clone_key()).map_err(
-            |error| match &self.pair {
+        let mut server = builder
+            .with_single_cert(identity.chain.clone(), identity.key.clone_key())
+            .map_err(|error| match &self.pair {
                 Some(pair) => {
-                    let text = format!("it does not go with {} ({error}); give both of one pair", pair.key.0.display());
+                    let text = format!(
+                        "it does not go with {} ({error}); give both of one pair",
+                        pair.key.0.display()
+                    );
                     TlsError::of(&pair.cert.0, text)
                 }
                 None => TlsError::plain(error.to_string()),
-            },
-        )?;
+            })?;
         server.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
         Ok(server)
     }
@@ -164,11 +213,17 @@ fn read(path: &Path) -> Result<(PathBuf, Vec<u8>), TlsError> {
 fn roots(path: &Path, pem: &[u8]) -> Result<RootCertStore, TlsError> {
     let mut roots = RootCertStore::empty();
     for found in CertificateDer::pem_slice_iter(pem) {
-        let found = found.map_err(|error| TlsError::of(path, format!("this is not PEM ({error})")))?;
-        roots.add(found).map_err(|error| TlsError::of(path, format!("a certificate in it is unusable: {error}")))?;
+        let found =
+            found.map_err(|error| TlsError::of(path, format!("this is not PEM ({error})")))?;
+        roots.add(found).map_err(|error| {
+            TlsError::of(path, format!("a certificate in it is unusable: {error}"))
+        })?;
     }
     if roots.is_empty() {
-        return Err(TlsError::of(path, "there is no certificate in it; give those of the authorities as PEM"));
+        return Err(TlsError::of(
+            path,
+            "there is no certificate in it; give those of the authorities as PEM",
+        ));
     }
     Ok(roots)
 }
@@ -182,19 +237,32 @@ fn expiry(certificate: &CertificateDer<'_>) -> Result<i64, String> {
 
 /// A certificate of our own, for the names under which we are reached from near.
 pub(super) fn self_signed() -> Result<Identity, TlsError> {
-    let failed = |error: rcgen::Error| TlsError::plain(format!("a certificate of our own cannot be made: {error}"));
-    let names = ["localhost", "127.0.0.1", "::1"].into_iter().map(str::to_owned).chain(host_name());
+    let failed = |error: rcgen::Error| {
+        TlsError::plain(format!("a certificate of our own cannot be made: {error}"))
+    };
+    let names = ["localhost", "127.0.0.1", "::1"]
+        .into_iter()
+        .map(str::to_owned)
+        .chain(host_name());
     let mut params = rcgen::CertificateParams::new(names.collect::<Vec<_>>()).map_err(failed)?;
     let now = SystemTime::now();
     params.not_before = (now - BEFORE).into();
     params.not_after = (now + OWN_VALIDITY).into();
-    params.distinguished_name.push(rcgen::DnType::CommonName, "warmroute");
-    params.extended_key_usages.push(rcgen::ExtendedKeyUsagePurpose::ServerAuth);
+    params
+        .distinguished_name
+        .push(rcgen::DnType::CommonName, "warmroute");
+    params
+        .extended_key_usages
+        .push(rcgen::ExtendedKeyUsagePurpose::ServerAuth);
     let key = rcgen::KeyPair::generate().map_err(failed)?;
     let certificate = params.self_signed(&key).map_err(failed)?;
     let expires = expiry(certificate.der()).map_err(TlsError::plain)?;
     let private = PrivateKeyDer::try_from(key.serialize_der()).map_err(TlsError::plain)?;
-    Ok(Identity { chain: vec![certificate.der().clone()], key: Arc::new(private), expires })
+    Ok(Identity {
+        chain: vec![certificate.der().clone()],
+        key: Arc::new(private),
+        expires,
+    })
 }
 
 /// What the kernel calls this machine; in a container, its pod. None where that is no name for a certificate.
@@ -207,7 +275,9 @@ pub fn host_name() -> Option<String> {
 
 /// Seconds of unix time.
 pub(super) fn now() -> i64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let since = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
     i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
 }
 
@@ -219,7 +289,10 @@ mod tests {
     fn our_own_certificate_is_for_names_from_near_and_lasts() {
         let identity = self_signed().unwrap();
         let (_, parsed) = x509_parser::parse_x509_certificate(&identity.chain[0]).unwrap();
-        let names = format!("{:?}", parsed.subject_alternative_name().unwrap().unwrap().value);
+        let names = format!(
+            "{:?}",
+            parsed.subject_alternative_name().unwrap().unwrap().value
+        );
         for name in ["localhost", "[127, 0, 0, 1]", "0, 0, 1]"] {
             assert!(names.contains(name), "{names}");
         }
@@ -244,10 +317,22 @@ mod tests {
         let der = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
         let cut = cert[..cert.len() / 2].to_owned();
         for (cert_text, key_text, ca_text, at, words) in [
-            (cert.as_str(), key.as_str(), Some(other_cert.as_str()), "", ""),
+            (
+                cert.as_str(),
+                key.as_str(),
+                Some(other_cert.as_str()),
+                "",
+                "",
+            ),
             (&format!("{cert}{other_cert}"), &key, None, "", ""),
             // Files with both, as some tools write them.
-            (&format!("{key}{cert}"), &format!("{cert}{key}"), None, "", ""),
+            (
+                &format!("{key}{cert}"),
+                &format!("{cert}{key}"),
+                None,
+                "",
+                "",
+            ),
             ("", &key, None, "cert", "no certificate in it"),
             (&key, &key, None, "cert", "no certificate in it"),
             (&cut, &key, None, "cert", "PEM"),
@@ -264,13 +349,21 @@ mod tests {
             std::fs::write(&cert, cert_text).unwrap();
             std::fs::write(&key, key_text).unwrap();
             std::fs::write(&ca, ca_text.unwrap_or_default()).unwrap();
-            let source = Source::Files { cert: cert.clone(), key: key.clone() };
-            let checked = Material::read(&source, ca_text.map(|_| ca.as_path())).and_then(|read| read.check());
+            let source = Source::Files {
+                cert: cert.clone(),
+                key: key.clone(),
+            };
+            let checked = Material::read(&source, ca_text.map(|_| ca.as_path()))
+                .and_then(|read| read.check());
             match (at, checked) {
                 ("", checked) => checked.unwrap(),
                 (at, Ok(())) => panic!("a broken {at} is taken, where {words:?} is expected"),
                 (at, Err(error)) => {
-                    assert_eq!(error.path.as_ref().and_then(|path| path.file_name()), Some(at.as_ref()), "{error}");
+                    assert_eq!(
+                        error.path.as_ref().and_then(|path| path.file_name()),
+                        Some(at.as_ref()),
+                        "{error}"
+                    );
                     assert!(error.text.contains(words), "{error}");
                 }
             }
@@ -281,10 +374,22 @@ mod tests {
     fn contents_that_differ_have_other_fingerprints() {
         let of = |cert: &str, key: &str, ca: Option<&str>| {
             let named = |text: &str| (PathBuf::new(), text.as_bytes().to_vec());
-            let pair = Some(Pair { cert: named(cert), key: named(key) });
-            Material { pair, client_ca: ca.map(named) }.fingerprint()
+            let pair = Some(Pair {
+                cert: named(cert),
+                key: named(key),
+            });
+            Material {
+                pair,
+                client_ca: ca.map(named),
+            }
+            .fingerprint()
         };
-        let all = [of("ab", "c", None), of("a", "bc", None), of("ab", "c", Some("")), of("ab", "", Some("c"))];
+        let all = [
+            of("ab", "c", None),
+            of("a", "bc", None),
+            of("ab", "c", Some("")),
+            of("ab", "", Some("c")),
+        ];
         for (at, one) in all.iter().enumerate() {
             assert_eq!(all.iter().position(|other| other == one), Some(at));
         }

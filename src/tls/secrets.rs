@@ -42,7 +42,12 @@ impl Secrets {
 
     /// Reads all of them whenever their files may have changed, for ever.
     pub async fn follow(&self, pace: Pace) -> Infallible {
-        let files: Vec<_> = self.all.lock().iter().flat_map(|secret| secret.files()).collect();
+        let files: Vec<_> = self
+            .all
+            .lock()
+            .iter()
+            .flat_map(|secret| secret.files())
+            .collect();
         if files.is_empty() {
             std::future::pending::<()>().await;
         }

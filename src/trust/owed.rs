@@ -24,6 +24,9 @@ impl Owed {
 
     pub(super) fn is_overdue(&self, now: Instant, rules: &TrustRules) -> bool {
         let enough = self.requests >= rules.silence_requests.max(1);
-        enough && self.first.is_some_and(|first| now.saturating_duration_since(first) >= rules.silence_after)
+        enough
+            && self
+                .first
+                .is_some_and(|first| now.saturating_duration_since(first) >= rules.silence_after)
     }
 }

@@ -52,15 +52,30 @@ pub(super) struct Assignments {
 }
 
 impl Assignments {
-    pub(super) fn new(generation: u64, since: Instant, clusters: &[ClusterConfig], workers: &[&Worker]) -> Self {
+    pub(super) fn new(
+        generation: u64,
+        since: Instant,
+        clusters: &[ClusterConfig],
+        workers: &[&Worker],
+    ) -> Self {
         let assigned = |cluster: &ClusterConfig| {
             let members = workers.iter().copied().filter(|worker| cluster.has(worker));
-            (cluster.name.clone(), Assignment::new(&cluster.name, &hosts(members)))
+            (
+                cluster.name.clone(),
+                Assignment::new(&cluster.name, &hosts(members)),
+            )
         };
         let clusters: BTreeMap<_, _> = clusters.iter().map(assigned).collect();
         let mut hasher = Xxh3Default::new();
-        clusters.iter().for_each(|(name, assignment)| (name, assignment.version.0).hash(&mut hasher));
-        Self { generation, since, version: Version(hasher.finish()), clusters }
+        clusters
+            .iter()
+            .for_each(|(name, assignment)| (name, assignment.version.0).hash(&mut hasher));
+        Self {
+            generation,
+            since,
+            version: Version(hasher.finish()),
+            clusters,
+        }
     }
 }
 
@@ -69,14 +84,26 @@ impl Assignment {
         // Not of the bytes, in which the labels come in any order.
         let mut hasher = Xxh3Default::new();
         hosts.hash(&mut hasher);
-        let lb_endpoints = hosts.iter().map(|(endpoint, labels)| host(*endpoint, labels)).collect();
+        let lb_endpoints = hosts
+            .iter()
+            .map(|(endpoint, labels)| host(*endpoint, labels))
+            .collect();
         let assignment = ClusterLoadAssignment {
             cluster_name: cluster.to_owned(),
-            endpoints: vec![LocalityLbEndpoints { lb_endpoints, ..Default::default() }],
+            endpoints: vec![LocalityLbEndpoints {
+                lb_endpoints,
+                ..Default::default()
+            }],
             ..Default::default()
         };
         let type_url = ClusterLoadAssignment::type_url();
-        Self { version: Version(hasher.finish()), resource: Any { type_url, value: assignment.encode_to_vec() } }
+        Self {
+            version: Version(hasher.finish()),
+            resource: Any {
+                type_url,
+                value: assignment.encode_to_vec(),
+            },
+        }
     }
 }
 
@@ -86,25 +113,42 @@ fn host(endpoint: Endpoint, labels: &Labels) -> LbEndpoint {
         port_specifier: Some(PortSpecifier::PortValue(endpoint.0.port().into())),
         ..Default::default()
     };
-    let address = Address { address: Some(AddressKind::SocketAddress(address)) };
-    let fields = labels.named().into_iter().map(|(name, values)| (name.to_owned(), one_or_list(values))).collect();
-    let health = if labels.open { HealthStatus::Unknown } else { HealthStatus::Draining };
+    let address = Address {
+        address: Some(AddressKind::SocketAddress(address)),
+    };
+    let fields = labels
+        .named()
+        .into_iter()
+        .map(|(name, values)| (name.to_owned(), one_or_list(values)))
+        .collect();
+    let health = if labels.open {
+        HealthStatus::Unknown
+    } else {
+        HealthStatus::Draining
+    };
     LbEndpoint {
         health_status: health.into(),
         metadata: Some(Metadata {
             filter_metadata: [("envoy.lb".to_owned(), Struct { fields })].into(),
             ..Default::default()
         }),
-        host_identifier: Some(HostIdentifier::Endpoint(EnvoyEndpoint { address: Some(address), ..Default::default() })),
+        host_identifier: Some(HostIdentifier::Endpoint(EnvoyEndpoint {
+            address: Some(address),
+            ..Default::default()
+        })),
         ..Default::default()
     }
 }
 
 fn one_or_list(values: Vec<String>) -> Value {
-    let text = |text: String| Value { kind: Some(Kind::StringValue(text)) };
+    let text = |text: String| Value {
+        kind: Some(Kind::StringValue(text)),
+    };
     let mut values: Vec<Value> = values.into_iter().map(text).collect();
     match values.len() {
         1 => values.remove(0),
-        _ => Value { kind: Some(Kind::ListValue(ListValue { values })) },
+        _ => Value {
+            kind: Some(Kind::ListValue(ListValue { values })),
+        },
     }
 }

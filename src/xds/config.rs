@@ -61,7 +61,9 @@ pub struct ClusterConfig {
 impl ClusterConfig {
     /// Whether a worker is in it.
     pub fn has(&self, worker: &Worker) -> bool {
-        self.model.as_ref().is_none_or(|model| *model == worker.model)
+        self.model
+            .as_ref()
+            .is_none_or(|model| *model == worker.model)
             && (self.roles.is_empty() || self.roles.contains(&worker.role))
     }
 }
@@ -73,7 +75,11 @@ fn workers() -> String {
 impl EnvoyConfig {
     /// All clusters that Envoys may ask for.
     pub fn clusters(&self) -> Vec<ClusterConfig> {
-        let all = ClusterConfig { name: self.cluster.clone(), model: None, roles: BTreeSet::new() };
+        let all = ClusterConfig {
+            name: self.cluster.clone(),
+            model: None,
+            roles: BTreeSet::new(),
+        };
         let some = self.xds.iter().flat_map(|xds| xds.clusters.iter().cloned());
         std::iter::once(all).chain(some).collect()
     }
@@ -95,17 +101,24 @@ impl EnvoyConfig {
             let text = "the cluster has no name; write the one Envoy's `eds_cluster_config` has, `workers` by default";
             problems.push(Problem::of("cluster", text));
         }
-        let page = self.admin.as_deref().filter(|url| !url.starts_with("http://") && !url.starts_with("https://"));
+        let page = self
+            .admin
+            .as_deref()
+            .filter(|url| !url.starts_with("http://") && !url.starts_with("https://"));
         if let Some(url) = page {
-            let text = format!("`{url}` is not the address of a page; write for example http://127.0.0.1:9900");
+            let text = format!(
+                "`{url}` is not the address of a page; write for example http://127.0.0.1:9900"
+            );
             problems.push(Problem::of("admin", text));
         }
         if self.endpoints_file.is_none() && self.xds.is_none() && self.admin.is_none() {
-            let text =
-                "Envoy is told nothing; give an `endpoints_file` for it to read, or `xds: {}` to tell it by gRPC";
+            let text = "Envoy is told nothing; give an `endpoints_file` for it to read, or `xds: {}` to tell it by gRPC";
             problems.push(Problem::at([], text));
         }
-        let xds = self.xds.iter().flat_map(|xds| xds.problems(&self.cluster, models));
+        let xds = self
+            .xds
+            .iter()
+            .flat_map(|xds| xds.problems(&self.cluster, models));
         problems.extend(xds.map(|problem| problem.within("xds")));
         problems
     }
@@ -119,7 +132,11 @@ impl XdsConfig {
                 let text = "TLS here is for `listen`, which is not given; beside ext_proc that of `listen.tls` holds";
                 problems.push(Problem::of("tls", text));
             }
-            problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
+            problems.extend(
+                tls.problems()
+                    .into_iter()
+                    .map(|problem| problem.within("tls")),
+            );
         }
         let exposure = self.listen.map(|listen| ListenerExposure {
             key: "listen",
@@ -131,18 +148,41 @@ impl XdsConfig {
         problems.extend(exposure.and_then(|exposure| exposure.problem()));
         let mut names = HashSet::from([all]);
         for (at, cluster) in self.clusters.iter().enumerate() {
-            let mut refuse =
-                |key: &str, text: String| problems.push(Problem::at(["clusters".into(), at.into(), key.into()], text));
+            let mut refuse = |key: &str, text: String| {
+                problems.push(Problem::at(
+                    ["clusters".into(), at.into(), key.into()],
+                    text,
+                ))
+            };
             if cluster.name.is_empty() {
-                refuse("name", "the cluster has no name; write the one that Envoy asks for".to_owned());
+                refuse(
+                    "name",
+                    "the cluster has no name; write the one that Envoy asks for".to_owned(),
+                );
             } else if !names.insert(&cluster.name) {
-                refuse("name", format!("there is a cluster `{}` already; names must differ", cluster.name));
+                refuse(
+                    "name",
+                    format!(
+                        "there is a cluster `{}` already; names must differ",
+                        cluster.name
+                    ),
+                );
             }
-            if let Some(model) = cluster.model.as_ref().filter(|model| !models.contains(model)) {
-                let known = models.iter().map(ModelName::as_str).collect::<Vec<_>>().join(", ");
+            if let Some(model) = cluster
+                .model
+                .as_ref()
+                .filter(|model| !models.contains(model))
+            {
+                let known = models
+                    .iter()
+                    .map(ModelName::as_str)
+                    .collect::<Vec<_>>()
+                    .join(", ");
                 refuse(
                     "model",
-                    format!("no model of the name `{model}` is configured under `models`; known are {known}"),
+                    format!(
+                        "no model of the name `{model}` is configured under `models`; known are {known}"
+                    ),
                 );
             }
         }

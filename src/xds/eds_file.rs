@@ -70,7 +70,11 @@ struct Lb(Labels);
 
 impl Serialize for Lb {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.named().map(|(name, values)| (name, OneOrList(values))))
+        serializer.collect_map(
+            self.0
+                .named()
+                .map(|(name, values)| (name, OneOrList(values))),
+        )
     }
 }
 
@@ -90,20 +94,29 @@ pub fn render<'w>(
     workers: impl IntoIterator<Item = &'w Worker>,
     cluster: &str,
 ) -> Result<String, serde_saphyr::SerializeError> {
-    let lb_endpoints = hosts(workers).into_iter().map(|(endpoint, labels)| LbEndpoint {
-        endpoint: EnvoyEndpoint {
-            address: Address {
-                socket_address: SocketAddress { address: endpoint.0.ip().to_string(), port_value: endpoint.0.port() },
+    let lb_endpoints = hosts(workers)
+        .into_iter()
+        .map(|(endpoint, labels)| LbEndpoint {
+            endpoint: EnvoyEndpoint {
+                address: Address {
+                    socket_address: SocketAddress {
+                        address: endpoint.0.ip().to_string(),
+                        port_value: endpoint.0.port(),
+                    },
+                },
             },
-        },
-        health_status: (!labels.open).then_some("DRAINING"),
-        metadata: Metadata { filter_metadata: FilterMetadata { lb: Lb(labels) } },
-    });
+            health_status: (!labels.open).then_some("DRAINING"),
+            metadata: Metadata {
+                filter_metadata: FilterMetadata { lb: Lb(labels) },
+            },
+        });
     let response = DiscoveryResponse {
         resources: [ClusterLoadAssignment {
             type_url: "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
             cluster_name: cluster,
-            endpoints: [LocalityLbEndpoints { lb_endpoints: lb_endpoints.collect() }],
+            endpoints: [LocalityLbEndpoints {
+                lb_endpoints: lb_endpoints.collect(),
+            }],
         }],
     };
     // Envoy's parser is of YAML 1.1, where more plain words than in ours mean something else than text.
@@ -119,7 +132,10 @@ pub fn write(path: &Path, text: &str, metrics: &Metrics) -> io::Result<Written> 
         Ok(Written::Replaced) => "written",
         Err(_) => "failed",
     };
-    metrics.endpoint_file_writes.get_or_create(&OutcomeLabel { outcome }).inc();
+    metrics
+        .endpoint_file_writes
+        .get_or_create(&OutcomeLabel { outcome })
+        .inc();
     result
 }
 

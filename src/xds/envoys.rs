@@ -83,7 +83,12 @@ impl Envoys {
         let mut reports = self.reports.subscribe();
         loop {
             reports.borrow_and_update();
-            if !self.streams.lock().iter().any(|(_, listener)| !listener.is_slow && listener.is_behind(generation)) {
+            if !self
+                .streams
+                .lock()
+                .iter()
+                .any(|(_, listener)| !listener.is_slow && listener.is_behind(generation))
+            {
                 return;
             }
             if reports.changed().await.is_err() {
@@ -95,12 +100,18 @@ impl Envoys {
     /// Stops waiting for the Envoys that have not acknowledged this generation, until they do.
     pub fn skip_slow(&self, generation: u64) {
         let mut streams = self.streams.lock();
-        streams.iter_mut().for_each(|(_, listener)| listener.is_slow |= listener.is_behind(generation));
+        streams
+            .iter_mut()
+            .for_each(|(_, listener)| listener.is_slow |= listener.is_behind(generation));
     }
 
     /// Who listens.
     pub fn listeners(&self) -> Vec<Listener> {
-        self.streams.lock().iter().map(|(_, listener)| listener.clone()).collect()
+        self.streams
+            .lock()
+            .iter()
+            .map(|(_, listener)| listener.clone())
+            .collect()
     }
 
     pub(super) fn follow(&self) -> watch::Receiver<Option<Arc<Assignments>>> {
@@ -108,18 +119,29 @@ impl Envoys {
     }
 
     pub(super) fn join(self: &Arc<Self>, variant: &'static str) -> Seat {
-        let key = self.streams.lock().insert(Listener { variant, ..Listener::default() });
+        let key = self.streams.lock().insert(Listener {
+            variant,
+            ..Listener::default()
+        });
         self.metrics.xds_streams.inc();
-        Seat { key, envoys: self.clone() }
+        Seat {
+            key,
+            envoys: self.clone(),
+        }
     }
 
     /// That endpoints are in use now which were there since then.
     pub(super) fn accepted(&self, since: Instant) {
-        self.metrics.xds_acceptance_seconds.observe(since.elapsed().as_secs_f64());
+        self.metrics
+            .xds_acceptance_seconds
+            .observe(since.elapsed().as_secs_f64());
     }
 
     pub(super) fn count(&self, outcome: &'static str) {
-        self.metrics.xds_updates.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .xds_updates
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 
     fn report(&self) {
@@ -165,13 +187,17 @@ mod tests {
         let envoys = Envoys::new(Vec::new(), Arc::new(Metrics::new()));
         let [silent, good] = [envoys.join("delta"), envoys.join("delta")];
         let acknowledge = |generation| {
-            good.tell(|listener| (listener.is_slow, listener.generation) = (false, Some(generation)));
+            good.tell(|listener| {
+                (listener.is_slow, listener.generation) = (false, Some(generation))
+            });
         };
         for seat in [&silent, &good] {
             seat.tell(|listener| listener.clusters = vec!["workers".to_owned()]);
         }
         let reached = async |generation| {
-            tokio::time::timeout(Duration::from_millis(500), envoys.reached(generation)).await.is_ok()
+            tokio::time::timeout(Duration::from_millis(500), envoys.reached(generation))
+                .await
+                .is_ok()
         };
         acknowledge(1);
         assert!(!reached(1).await, "the first change waits for both");
@@ -182,6 +208,9 @@ mod tests {
         assert!(reached(2).await);
         silent.tell(|listener| (listener.is_slow, listener.generation) = (false, Some(2)));
         acknowledge(3);
-        assert!(!reached(3).await, "once it acknowledges it is waited for again");
+        assert!(
+            !reached(3).await,
+            "once it acknowledges it is waited for again"
+        );
     }
 }

@@ -23,12 +23,18 @@ impl Labels {
     pub(super) fn named(&self) -> [(&'static str, Vec<String>); 3] {
         let texts = |texts: &BTreeSet<String>| texts.iter().cloned().collect();
         let ranks = self.rank.iter().map(u32::to_string).collect();
-        [("worker_id", texts(&self.worker_id)), ("role", texts(&self.role)), ("rank", ranks)]
+        [
+            ("worker_id", texts(&self.worker_id)),
+            ("role", texts(&self.role)),
+            ("rank", ranks),
+        ]
     }
 }
 
 /// The hosts of some workers, in the order of their addresses.
-pub(super) fn hosts<'w>(workers: impl IntoIterator<Item = &'w Worker>) -> BTreeMap<Endpoint, Labels> {
+pub(super) fn hosts<'w>(
+    workers: impl IntoIterator<Item = &'w Worker>,
+) -> BTreeMap<Endpoint, Labels> {
     let mut hosts: BTreeMap<Endpoint, Labels> = BTreeMap::new();
     for worker in workers {
         let labels = hosts.entry(worker.endpoint).or_default();

@@ -52,7 +52,10 @@ impl Discovery {
             .add_service(EndpointDiscoveryServiceServer::new(self.clone()))
     }
 
-    fn converse<V: Variant>(&self, requests: Streaming<V::Request>) -> Response<Answers<V::Response>> {
+    fn converse<V: Variant>(
+        &self,
+        requests: Streaming<V::Request>,
+    ) -> Response<Answers<V::Response>> {
         let conversation = Conversation::<V> {
             requests,
             news: self.envoys.follow(),
@@ -103,7 +106,10 @@ impl<V: Variant> Conversation<V> {
 
     fn owed(&mut self) -> Option<V::Response> {
         let now = self.news.borrow_and_update().clone()?;
-        let answer = self.subscription.next(&now, V::TELLS_ABSENT).map(|news| V::said(news, now.version));
+        let answer = self
+            .subscription
+            .next(&now, V::TELLS_ABSENT)
+            .map(|news| V::said(news, now.version));
         if answer.is_some() {
             self.seat.envoys().count("sent");
         } else if self.subscription.wants_something() && self.subscription.is_settled(&now) {
@@ -119,9 +125,14 @@ impl<V: Variant> Conversation<V> {
     }
 
     fn hear(&mut self, received: Received) -> Result<(), Status> {
-        let Received { node, type_url, heard } = received;
+        let Received {
+            node,
+            type_url,
+            heard,
+        } = received;
         if let Some(node) = node {
-            self.seat.tell(|listener| (listener.node, listener.node_cluster) = (node.id, node.cluster));
+            self.seat
+                .tell(|listener| (listener.node, listener.node_cluster) = (node.id, node.cluster));
         }
         if !is_ours(&type_url) {
             self.wonder(type_url);
@@ -137,7 +148,11 @@ impl<V: Variant> Conversation<V> {
             Word::TooManyNames => {
                 self.seat.envoys().count("too_many_names");
                 let text = format!("a stream may name {MOST_NAMES} clusters, with 1 MiB of names");
-                warn!(node = self.seat.tell(|listener| listener.node.clone()), reason = text, "xDS stream refused");
+                warn!(
+                    node = self.seat.tell(|listener| listener.node.clone()),
+                    reason = text,
+                    "xDS stream refused"
+                );
                 return Err(Status::resource_exhausted(text));
             }
         }
@@ -160,8 +175,12 @@ impl<V: Variant> Conversation<V> {
     fn note_clusters(&mut self) {
         let clusters: Vec<String> = self.subscription.names().map(str::to_owned).collect();
         let now = self.news.borrow().clone();
-        let is_unknown =
-            |name: &&String| *name != "*" && now.as_ref().is_some_and(|now| !now.clusters.contains_key(*name));
+        let is_unknown = |name: &&String| {
+            *name != "*"
+                && now
+                    .as_ref()
+                    .is_some_and(|now| !now.clusters.contains_key(*name))
+        };
         let unknown: Vec<String> = clusters.iter().filter(is_unknown).cloned().collect();
         self.seat.tell(|listener| {
             let news = listener.clusters != clusters;
@@ -172,7 +191,11 @@ impl<V: Variant> Conversation<V> {
                     "an Envoy asks for clusters that we do not know"
                 );
             } else if news {
-                info!(node = listener.node, clusters = clusters.join(", "), "an Envoy asks for endpoints");
+                info!(
+                    node = listener.node,
+                    clusters = clusters.join(", "),
+                    "an Envoy asks for endpoints"
+                );
             }
             (listener.clusters, listener.unknown) = (clusters, unknown);
         });
@@ -185,7 +208,8 @@ impl<V: Variant> Conversation<V> {
             self.seat.tell(|listener| {
                 warn!(
                     node = listener.node,
-                    type_url, "an Envoy asks for something else than endpoints, which we do not have"
+                    type_url,
+                    "an Envoy asks for something else than endpoints, which we do not have"
                 );
             });
             self.strange.push(type_url);
@@ -236,6 +260,8 @@ impl EndpointDiscoveryService for Discovery {
         &self,
         _request: Request<DiscoveryRequest>,
     ) -> Result<Response<DiscoveryResponse>, Status> {
-        Err(Status::unimplemented("endpoints are told by streams; set `api_type: GRPC` or `DELTA_GRPC`"))
+        Err(Status::unimplemented(
+            "endpoints are told by streams; set `api_type: GRPC` or `DELTA_GRPC`",
+        ))
     }
 }

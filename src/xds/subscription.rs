@@ -99,11 +99,20 @@ impl Subscription {
             Wants::Change { more, less, has } => self.change(more, &less, has),
         }
         self.begun = true;
-        if self.exceeds_limits() { Word::TooManyNames } else { word }
+        if self.exceeds_limits() {
+            Word::TooManyNames
+        } else {
+            word
+        }
     }
 
     fn exceeds_limits(&self) -> bool {
-        let bytes: usize = self.names.iter().chain(self.told.keys()).map(String::len).sum();
+        let bytes: usize = self
+            .names
+            .iter()
+            .chain(self.told.keys())
+            .map(String::len)
+            .sum();
         self.names.len() > MOST_NAMES || self.told.len() > MOST_NAMES || bytes > MOST_NAME_BYTES
     }
 
@@ -114,13 +123,17 @@ impl Subscription {
         if again && names == self.names {
             self.told.clear();
         }
-        self.told.retain(|name, _| names.contains(name) || names.contains(ALL));
+        self.told
+            .retain(|name, _| names.contains(name) || names.contains(ALL));
         self.names = names;
     }
 
     fn change(&mut self, more: Vec<String>, less: &[String], has: BTreeMap<String, String>) {
         if !self.begun {
-            self.told = has.into_iter().map(|(name, version)| (name, Some(version))).collect();
+            self.told = has
+                .into_iter()
+                .map(|(name, version)| (name, Some(version)))
+                .collect();
             if more.is_empty() && less.is_empty() {
                 self.names.insert(ALL.to_owned());
             }
@@ -155,15 +168,24 @@ impl Subscription {
 
     /// What is to be told now, which counts as told from here on. Where clusters are not told of that we do not know, they
     /// are no reason to say anything.
-    pub(super) fn next<'a>(&mut self, now: &'a Assignments, tells_absent: bool) -> Option<News<'a>> {
+    pub(super) fn next<'a>(
+        &mut self,
+        now: &'a Assignments,
+        tells_absent: bool,
+    ) -> Option<News<'a>> {
         if self.under_way {
             return None;
         }
-        let owed: Vec<(String, Option<&Assignment>)> =
-            self.owed(now).map(|(name, owed)| (name.to_owned(), owed)).collect();
+        let owed: Vec<(String, Option<&Assignment>)> = self
+            .owed(now)
+            .map(|(name, owed)| (name.to_owned(), owed))
+            .collect();
         let (mut clusters, mut absent) = (Vec::new(), Vec::new());
         for (name, assignment) in owed {
-            self.told.insert(name.clone(), assignment.map(|assignment| assignment.version.to_string()));
+            self.told.insert(
+                name.clone(),
+                assignment.map(|assignment| assignment.version.to_string()),
+            );
             match assignment {
                 Some(assignment) => clusters.push((name, assignment)),
                 None => absent.push(name),
@@ -174,7 +196,11 @@ impl Subscription {
         }
         self.under_way = true;
         self.last += 1;
-        Some(News { nonce: self.last.to_string(), clusters, absent })
+        Some(News {
+            nonce: self.last.to_string(),
+            clusters,
+            absent,
+        })
     }
 
     /// What is wanted and known otherwise than it is.
@@ -184,11 +210,16 @@ impl Subscription {
     ) -> impl Iterator<Item = (&'s str, Option<&'a Assignment>)> + 's {
         let all = self.names.contains(ALL);
         let every = now.clusters.keys().map(String::as_str).filter(move |_| all);
-        let named = self.names().filter(move |name| *name != ALL && !(all && now.clusters.contains_key(*name)));
+        let named = self
+            .names()
+            .filter(move |name| *name != ALL && !(all && now.clusters.contains_key(*name)));
         every.chain(named).filter_map(|name| {
             let is = now.clusters.get(name);
             let version = is.map(|assignment: &Assignment| assignment.version);
-            let same = self.told.get(name).is_some_and(|told| is_version(told.as_deref(), version));
+            let same = self
+                .told
+                .get(name)
+                .is_some_and(|told| is_version(told.as_deref(), version));
             (!same).then_some((name, is))
         })
     }

@@ -49,14 +49,26 @@ impl Variant for StateOfTheWorld {
 
     fn heard(request: DiscoveryRequest) -> Received {
         let wants = Wants::Exactly(request.resource_names.into_iter().collect());
-        let heard = Heard { nonce: request.response_nonce, refusal: request.error_detail.map(reason), wants };
-        Received { node: request.node, type_url: request.type_url, heard }
+        let heard = Heard {
+            nonce: request.response_nonce,
+            refusal: request.error_detail.map(reason),
+            wants,
+        };
+        Received {
+            node: request.node,
+            type_url: request.type_url,
+            heard,
+        }
     }
 
     fn said(news: News<'_>, of: Version) -> DiscoveryResponse {
         DiscoveryResponse {
             version_info: of.to_string(),
-            resources: news.clusters.into_iter().map(|(_, assignment)| assignment.resource.clone()).collect(),
+            resources: news
+                .clusters
+                .into_iter()
+                .map(|(_, assignment)| assignment.resource.clone())
+                .collect(),
             type_url: ClusterLoadAssignment::type_url(),
             nonce: news.nonce,
             control_plane: Some(ourselves()),
@@ -75,10 +87,21 @@ impl Variant for Delta {
         let wants = Wants::Change {
             more: request.resource_names_subscribe,
             less: request.resource_names_unsubscribe,
-            has: request.initial_resource_versions.into_iter().collect::<BTreeMap<_, _>>(),
+            has: request
+                .initial_resource_versions
+                .into_iter()
+                .collect::<BTreeMap<_, _>>(),
         };
-        let heard = Heard { nonce: request.response_nonce, refusal: request.error_detail.map(reason), wants };
-        Received { node: request.node, type_url: request.type_url, heard }
+        let heard = Heard {
+            nonce: request.response_nonce,
+            refusal: request.error_detail.map(reason),
+            wants,
+        };
+        Received {
+            node: request.node,
+            type_url: request.type_url,
+            heard,
+        }
     }
 
     fn said(news: News<'_>, of: Version) -> DeltaDiscoveryResponse {
@@ -110,5 +133,7 @@ fn reason(status: Status) -> String {
 }
 
 fn ourselves() -> ControlPlane {
-    ControlPlane { identifier: concat!("warmroute ", env!("CARGO_PKG_VERSION")).to_owned() }
+    ControlPlane {
+        identifier: concat!("warmroute ", env!("CARGO_PKG_VERSION")).to_owned(),
+    }
 }

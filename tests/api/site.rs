@@ -42,17 +42,21 @@ impl Site {
     pub(crate) async fn start(more: &str, workers: &[String]) -> Self {
         let site = Self::begin(more, workers).await;
         // A query before the first fleet is published returns no fleet.
-        site.until("ready", |page| page["ready"] == true, "readyz").await;
+        site.until("ready", |page| page["ready"] == true, "readyz")
+            .await;
         site
     }
 
     /// The same, not ready yet.
     pub(crate) async fn begin(more: &str, workers: &[String]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut text =
-            String::from("listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nworkers_file: workers.yaml\n");
+        let mut text = String::from(
+            "listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nworkers_file: workers.yaml\n",
+        );
         if !more.contains("models:") {
-            text.push_str("models: [{name: m, aliases: [alias], adapters: [tuned], block_size: 4}]\n");
+            text.push_str(
+                "models: [{name: m, aliases: [alias], adapters: [tuned], block_size: 4}]\n",
+            );
         }
         if !more.contains("drain:") {
             text.push_str("drain: {grace: 0s}\n");
@@ -69,8 +73,17 @@ impl Site {
         let (admin, api) = (app.admin_address, app.api_address.unwrap());
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
-        let client = RouterClient::connect(format!("http://{api}")).await.unwrap();
-        Self { client, api, admin, dir, shutdown, running }
+        let client = RouterClient::connect(format!("http://{api}"))
+            .await
+            .unwrap();
+        Self {
+            client,
+            api,
+            admin,
+            dir,
+            shutdown,
+            running,
+        }
     }
 
     pub(crate) fn workers_file(&self) -> PathBuf {
@@ -86,7 +99,14 @@ impl Site {
 
     pub(crate) async fn page(&self, page: &str) -> String {
         let client = warmroute::tls::client().build().unwrap();
-        client.get(format!("http://{}/{page}", self.admin)).send().await.unwrap().text().await.unwrap()
+        client
+            .get(format!("http://{}/{page}", self.admin))
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap()
     }
 
     /// Waits until a page pleases; it comes as JSON, or as text where it is none.
@@ -106,17 +126,34 @@ impl Site {
     /// Waits until so many requests wait for their turn.
     pub(crate) async fn waiting(&self, requests: u32) {
         let line = |page: &Value| {
-            let line = page.as_str()?.lines().find(|line| line.starts_with("warmroute_queue_requests{"))?;
+            let line = page
+                .as_str()?
+                .lines()
+                .find(|line| line.starts_with("warmroute_queue_requests{"))?;
             line.rsplit(' ').next()?.parse::<u32>().ok()
         };
-        self.until(&format!("{requests} wait"), |page| line(page).unwrap_or(0) == requests, "metrics").await;
+        self.until(
+            &format!("{requests} wait"),
+            |page| line(page).unwrap_or(0) == requests,
+            "metrics",
+        )
+        .await;
     }
 
     /// (prefill tokens, blocks, requests) over all workers.
     pub(crate) async fn load(&self) -> (u64, u64, u64) {
-        let answer = self.client.clone().potential_loads(pb::PotentialLoadsRequest::default()).await.unwrap();
+        let answer = self
+            .client
+            .clone()
+            .potential_loads(pb::PotentialLoadsRequest::default())
+            .await
+            .unwrap();
         let add = |sum: (u64, u64, u64), load: &pb::PotentialLoad| {
-            (sum.0 + load.active_prefill_tokens, sum.1 + load.active_decode_blocks, sum.2 + load.active_requests)
+            (
+                sum.0 + load.active_prefill_tokens,
+                sum.1 + load.active_decode_blocks,
+                sum.2 + load.active_requests,
+            )
         };
         answer.into_inner().ranks.iter().fold((0, 0, 0), add)
     }
@@ -129,23 +166,48 @@ impl Site {
             if load == expected {
                 return;
             }
-            assert!(Instant::now() < deadline, "the load is {load:?} and never {expected:?}");
+            assert!(
+                Instant::now() < deadline,
+                "the load is {load:?} and never {expected:?}"
+            );
             sleep(Duration::from_millis(5)).await;
         }
     }
 
     pub(crate) async fn route(&self, asked: pb::RouteRequest) -> Result<pb::RouteResponse, Status> {
-        self.client.clone().route(asked).await.map(tonic::Response::into_inner)
+        self.client
+            .clone()
+            .route(asked)
+            .await
+            .map(tonic::Response::into_inner)
     }
 
     pub(crate) async fn free(&self, id: &str, number: u64) -> bool {
-        let asked = pb::FreeRequest { attempt: attempt(id, number), status: None };
-        self.client.clone().free(asked).await.unwrap().into_inner().changed
+        let asked = pb::FreeRequest {
+            attempt: attempt(id, number),
+            status: None,
+        };
+        self.client
+            .clone()
+            .free(asked)
+            .await
+            .unwrap()
+            .into_inner()
+            .changed
     }
 
     pub(crate) async fn overlaps(&self, question: pb::Question) -> Vec<pb::OverlapScore> {
-        let asked = pb::OverlapScoresRequest { question: Some(question), ..Default::default() };
-        self.client.clone().overlap_scores(asked).await.unwrap().into_inner().ranks
+        let asked = pb::OverlapScoresRequest {
+            question: Some(question),
+            ..Default::default()
+        };
+        self.client
+            .clone()
+            .overlap_scores(asked)
+            .await
+            .unwrap()
+            .into_inner()
+            .ranks
     }
 
     /// Begins the end.
@@ -155,7 +217,11 @@ impl Site {
 
     /// Waits for the end.
     pub(crate) async fn stopped(self) {
-        timeout(PATIENCE, self.running).await.unwrap().unwrap().unwrap();
+        timeout(PATIENCE, self.running)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
     }
 }
 
@@ -165,22 +231,37 @@ pub(crate) fn worker(id: u32, more: &str) -> String {
 }
 
 pub(crate) fn attempt(id: &str, number: u64) -> Option<pb::Attempt> {
-    Some(pb::Attempt { id: id.to_owned(), number })
+    Some(pb::Attempt {
+        id: id.to_owned(),
+        number,
+    })
 }
 
 pub(crate) fn rank(worker_id: u64) -> Option<pb::WorkerRank> {
-    Some(pb::WorkerRank { worker_id, dp_rank: 0 })
+    Some(pb::WorkerRank {
+        worker_id,
+        dp_rank: 0,
+    })
 }
 
 /// A prompt of the first so many tokens.
 pub(crate) fn tokens(count: u32) -> pb::Question {
-    let prompt = pb::question::Prompt::Tokens(pb::Tokens { ids: (0..count).collect() });
-    pb::Question { prompt: Some(prompt), ..pb::Question::default() }
+    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+        ids: (0..count).collect(),
+    });
+    pb::Question {
+        prompt: Some(prompt),
+        ..pb::Question::default()
+    }
 }
 
 /// Asks for a choice of the first so many tokens, and books it under the id.
 pub(crate) fn book(id: &str, number: u64, count: u32) -> pb::RouteRequest {
-    pb::RouteRequest { question: Some(tokens(count)), book: attempt(id, number), ..pb::RouteRequest::default() }
+    pb::RouteRequest {
+        question: Some(tokens(count)),
+        book: attempt(id, number),
+        ..pb::RouteRequest::default()
+    }
 }
 
 /// An engine that publishes what it caches and serves nothing.
@@ -194,7 +275,11 @@ impl Engine {
     pub(crate) async fn start() -> Self {
         let mut socket = PubSocket::new();
         let endpoint = socket.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
-        Self { socket, endpoint, sent: 0 }
+        Self {
+            socket,
+            endpoint,
+            sent: 0,
+        }
     }
 
     /// What the list of workers says of it.
@@ -213,7 +298,11 @@ impl Engine {
         let ids: Vec<u32> = (0..count).collect();
         let batch = (1.5, [("BlockStored", names, None::<u64>, ids, 4_u32)], 0);
         let payload = rmp_serde::to_vec(&batch).unwrap();
-        let frames = vec![Bytes::new(), Bytes::copy_from_slice(&self.sent.to_be_bytes()), Bytes::from(payload)];
+        let frames = vec![
+            Bytes::new(),
+            Bytes::copy_from_slice(&self.sent.to_be_bytes()),
+            Bytes::from(payload),
+        ];
         self.sent += 1;
         self.socket.send(frames.try_into().unwrap()).await.unwrap();
     }

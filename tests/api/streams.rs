@@ -20,7 +20,10 @@ use crate::site::{Engine, PATIENCE, Site, rank, tokens, worker};
 /// Blocks on the device of a worker, as the service tells.
 async fn device(site: &Site, count: u32, worker_id: u64) -> u64 {
     let scores = site.overlaps(tokens(count)).await;
-    let score = scores.iter().find(|score| score.worker == rank(worker_id)).unwrap();
+    let score = scores
+        .iter()
+        .find(|score| score.worker == rank(worker_id))
+        .unwrap();
     score.blocks.unwrap().device
 }
 
@@ -37,7 +40,13 @@ async fn store(site: &Site, engine: &mut Engine, worker_id: u64, first: u64, cou
 /// The whole dump.
 async fn dump(site: &Site, ranks: Vec<pb::WorkerRank>) -> Vec<Kind> {
     let asked = pb::DumpEventsRequest { ranks };
-    let mut stream = site.client.clone().dump_events(asked).await.unwrap().into_inner();
+    let mut stream = site
+        .client
+        .clone()
+        .dump_events(asked)
+        .await
+        .unwrap()
+        .into_inner();
     let mut kinds = Vec::new();
     while let Some(message) = stream.message().await.unwrap() {
         kinds.push(message.kind.unwrap());
@@ -48,7 +57,11 @@ async fn dump(site: &Site, ranks: Vec<pb::WorkerRank>) -> Vec<Kind> {
 #[tokio::test]
 async fn a_dump_builds_an_index_that_answers_the_same() {
     let mut engines = [Engine::start().await, Engine::start().await];
-    let workers = [worker(1, &engines[0].listed()), worker(2, &engines[1].listed()), worker(3, "")];
+    let workers = [
+        worker(1, &engines[0].listed()),
+        worker(2, &engines[1].listed()),
+        worker(3, ""),
+    ];
     let more = "readiness: {event_sources_deadline: 50ms}\napproximate: {policy: off}\n";
     let site = Site::start(more, &workers).await;
     store(&site, &mut engines[0], 1, 100, 48).await;
@@ -73,29 +86,65 @@ async fn a_dump_builds_an_index_that_answers_the_same() {
             Kind::Complete(complete) => assert_eq!((complete.ranks, complete.events), (2, events)),
         }
     }
-    assert!(matches!(told.last(), Some(Kind::Complete(_))), "nothing follows the end");
+    assert!(
+        matches!(told.last(), Some(Kind::Complete(_))),
+        "nothing follows the end"
+    );
     assert!(events > 0);
     let mut found = Overlaps::new();
     for count in [3, 4, 19, 20, 47, 48, 100] {
         let prompt: Vec<u32> = (0..count).collect();
-        index.overlaps(&BlockHashes::of(&prompt, BlockSize::new(4).unwrap(), &Salt::default()), &mut found);
+        index.overlaps(
+            &BlockHashes::of(&prompt, BlockSize::new(4).unwrap(), &Salt::default()),
+            &mut found,
+        );
         for worker in [1, 2, 3] {
             let expected = u64::from(found.get(Slot(worker)).device);
-            assert_eq!(device(&site, count, u64::from(worker)).await, expected, "{count} tokens on worker {worker}");
+            assert_eq!(
+                device(&site, count, u64::from(worker)).await,
+                expected,
+                "{count} tokens on worker {worker}"
+            );
         }
     }
 
     // One of them, and one that tells nothing of its cache.
     let one = dump(&site, rank(2).into_iter().collect()).await;
-    let ranks: Vec<_> =
-        one.iter().filter_map(|kind| if let Kind::Rank(rank) = kind { rank.worker } else { None }).collect();
+    let ranks: Vec<_> = one
+        .iter()
+        .filter_map(|kind| {
+            if let Kind::Rank(rank) = kind {
+                rank.worker
+            } else {
+                None
+            }
+        })
+        .collect();
     assert_eq!(ranks, [rank(2).unwrap()]);
-    assert_eq!(dump(&site, [rank(2), rank(2)].into_iter().flatten().collect()).await, one, "named twice, told once");
-    let silent = pb::DumpEventsRequest { ranks: rank(3).into_iter().collect() };
-    assert_eq!(site.client.clone().dump_events(silent).await.unwrap_err().code(), Code::NotFound);
+    assert_eq!(
+        dump(&site, [rank(2), rank(2)].into_iter().flatten().collect()).await,
+        one,
+        "named twice, told once"
+    );
+    let silent = pb::DumpEventsRequest {
+        ranks: rank(3).into_iter().collect(),
+    };
+    assert_eq!(
+        site.client
+            .clone()
+            .dump_events(silent)
+            .await
+            .unwrap_err()
+            .code(),
+        Code::NotFound
+    );
     // And one that has gone.
     site.list(&workers[1..]);
-    let gone = |page: &serde_json::Value| page["members"].as_array().is_some_and(|members| members.len() == 2);
+    let gone = |page: &serde_json::Value| {
+        page["members"]
+            .as_array()
+            .is_some_and(|members| members.len() == 2)
+    };
     site.until("worker 1 gone", gone, "debug/fleet").await;
     assert_eq!(dump(&site, Vec::new()).await, one);
 }
@@ -105,9 +154,19 @@ async fn copy(site: &Site, worker: u64) -> Result<Vec<u8>, Code> {
     copy_in(site, rank(worker), 0).await
 }
 
-async fn copy_in(site: &Site, worker: Option<pb::WorkerRank>, format: u32) -> Result<Vec<u8>, Code> {
+async fn copy_in(
+    site: &Site,
+    worker: Option<pb::WorkerRank>,
+    format: u32,
+) -> Result<Vec<u8>, Code> {
     let asked = pb::CopyRankRequest { worker, format };
-    let mut stream = site.client.clone().copy_rank(asked).await.map_err(|status| status.code())?.into_inner();
+    let mut stream = site
+        .client
+        .clone()
+        .copy_rank(asked)
+        .await
+        .map_err(|status| status.code())?
+        .into_inner();
     let mut bytes = Vec::new();
     while let Some(pb::CopyRankResponse { piece }) = stream.message().await.unwrap() {
         bytes.extend(piece);
@@ -121,7 +180,15 @@ async fn a_copy_of_a_rank_restores_it_and_says_where_its_events_are() {
     let more = "readiness: {event_sources_deadline: 50ms}\n";
     let site = Site::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
     let nothing = copy(&site, 1).await.unwrap();
-    assert_eq!(Reader::new(&nothing[..]).unwrap().single().unwrap().position(), None, "nothing was heard yet");
+    assert_eq!(
+        Reader::new(&nothing[..])
+            .unwrap()
+            .single()
+            .unwrap()
+            .position(),
+        None,
+        "nothing was heard yet"
+    );
     store(&site, &mut engine, 1, 100, 48).await;
     let bytes = copy(&site, 1).await.unwrap();
     let held = Reader::new(&bytes[..]).unwrap().single().unwrap();
@@ -132,17 +199,31 @@ async fn a_copy_of_a_rank_restores_it_and_says_where_its_events_are() {
     let mut writer = index.join(Slot(7));
     writer.restore(&held);
     let (prompt, mut found): (Vec<u32>, _) = ((0..48).collect(), Overlaps::new());
-    index.overlaps(&BlockHashes::of(&prompt, BlockSize::new(4).unwrap(), &Salt::default()), &mut found);
+    index.overlaps(
+        &BlockHashes::of(&prompt, BlockSize::new(4).unwrap(), &Salt::default()),
+        &mut found,
+    );
     assert_eq!(found.get(Slot(7)).device, 12);
 
-    assert_eq!(copy(&site, 2).await, Err(Code::NotFound), "it tells nothing of its cache");
+    assert_eq!(
+        copy(&site, 2).await,
+        Err(Code::NotFound),
+        "it tells nothing of its cache"
+    );
     assert_eq!(copy_in(&site, None, 0).await, Err(Code::InvalidArgument));
-    assert_eq!(copy_in(&site, rank(1), 1).await, Err(Code::FailedPrecondition), "nobody writes that format any more");
+    assert_eq!(
+        copy_in(&site, rank(1), 1).await,
+        Err(Code::FailedPrecondition),
+        "nobody writes that format any more"
+    );
     assert!(copy_in(&site, rank(1), u32::from(VERSION)).await.is_ok());
     drop(engine);
     let deadline = Instant::now() + PATIENCE;
     while copy(&site, 1).await != Err(Code::FailedPrecondition) {
-        assert!(Instant::now() < deadline, "what is known of an engine that is not heard is told");
+        assert!(
+            Instant::now() < deadline,
+            "what is known of an engine that is not heard is told"
+        );
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
 }
@@ -153,10 +234,24 @@ async fn overlaps_say_what_each_rank_holds_and_what_that_is_worth() {
     let more = "readiness: {event_sources_deadline: 50ms}\nschedule: {overlap_score_credit: 0.5}\n";
     let site = Site::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
     store(&site, &mut engine, 1, 1, 16).await;
-    let asked = pb::OverlapScoresRequest { question: Some(tokens(16)), ..Default::default() };
-    let answer = site.client.clone().overlap_scores(asked).await.unwrap().into_inner();
+    let asked = pb::OverlapScoresRequest {
+        question: Some(tokens(16)),
+        ..Default::default()
+    };
+    let answer = site
+        .client
+        .clone()
+        .overlap_scores(asked)
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!((answer.prompt_blocks, answer.block_size), (4, 4));
-    let device = |blocks| Some(pb::Tiers { device: blocks, ..pb::Tiers::default() });
+    let device = |blocks| {
+        Some(pb::Tiers {
+            device: blocks,
+            ..pb::Tiers::default()
+        })
+    };
     let score = |worker, blocks: u64, credit_blocks, cached_tokens| pb::OverlapScore {
         worker: rank(worker),
         blocks: device(blocks),
@@ -168,8 +263,13 @@ async fn overlaps_say_what_each_rank_holds_and_what_that_is_worth() {
     // The engine always computes the last token, so of 4 cached blocks it uses 3.
     assert_eq!(answer.ranks, [score(1, 4, 2.0, 12), score(2, 0, 0.0, 0)]);
     // The same by the hashes that a choice tells.
-    let told =
-        site.route(pb::RouteRequest { question: Some(tokens(16)), ..pb::RouteRequest::default() }).await.unwrap();
+    let told = site
+        .route(pb::RouteRequest {
+            question: Some(tokens(16)),
+            ..pb::RouteRequest::default()
+        })
+        .await
+        .unwrap();
     assert_eq!(told.decode.unwrap().worker, rank(1));
     let blocks = pb::BlockHashes {
         local_hashes: told.prompts[0].local_hashes.clone(),
@@ -177,14 +277,35 @@ async fn overlaps_say_what_each_rank_holds_and_what_that_is_worth() {
         isl_tokens: 16,
     };
     let prompt = Some(pb::question::Prompt::Blocks(blocks));
-    assert_eq!(site.overlaps(pb::Question { prompt, ..pb::Question::default() }).await, answer.ranks);
+    assert_eq!(
+        site.overlaps(pb::Question {
+            prompt,
+            ..pb::Question::default()
+        })
+        .await,
+        answer.ranks
+    );
     // Another adapter and another tenant have other caches.
     for question in [
-        pb::Question { model: "tuned".into(), ..tokens(16) },
-        pb::Question { adapter: "tuned".into(), ..tokens(16) },
-        pb::Question { cache_salt: "tenant".into(), ..tokens(16) },
+        pb::Question {
+            model: "tuned".into(),
+            ..tokens(16)
+        },
+        pb::Question {
+            adapter: "tuned".into(),
+            ..tokens(16)
+        },
+        pb::Question {
+            cache_salt: "tenant".into(),
+            ..tokens(16)
+        },
     ] {
-        assert!(site.overlaps(question).await.iter().all(|score| score.blocks == device(0)));
+        assert!(
+            site.overlaps(question)
+                .await
+                .iter()
+                .all(|score| score.blocks == device(0))
+        );
     }
 }
 
@@ -198,9 +319,21 @@ async fn ids(fleet: &mut Streaming<pb::WatchFleetResponse>) -> Option<Vec<u64>> 
 async fn who_watches_sees_workers_come_and_go_and_the_end() {
     let more = ", role: decode, taints: [fast], total_kv_blocks: 9, topology: {zone: a}, data_parallel: {size: 2}";
     let site = Site::start("", &[worker(1, more)]).await;
-    let watch = |model: &str| pb::WatchFleetRequest { model: model.to_owned() };
-    let mut fleet = site.client.clone().watch_fleet(watch("")).await.unwrap().into_inner();
-    let first = timeout(PATIENCE, fleet.message()).await.unwrap().unwrap().unwrap();
+    let watch = |model: &str| pb::WatchFleetRequest {
+        model: model.to_owned(),
+    };
+    let mut fleet = site
+        .client
+        .clone()
+        .watch_fleet(watch(""))
+        .await
+        .unwrap()
+        .into_inner();
+    let first = timeout(PATIENCE, fleet.message())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
     let expected = pb::Worker {
         id: 1,
         endpoint: "10.0.0.1:8000".into(),
@@ -218,11 +351,26 @@ async fn who_watches_sees_workers_come_and_go_and_the_end() {
     assert_eq!((first.generation, first.workers), (1, vec![expected]));
     site.list(&[worker(1, more), worker(2, "")]);
     assert_eq!(ids(&mut fleet).await, Some(vec![1, 2]));
-    let mut late = site.client.clone().watch_fleet(watch("alias")).await.unwrap().into_inner();
-    assert_eq!(ids(&mut late).await, Some(vec![1, 2]), "who comes later sees all at once");
+    let mut late = site
+        .client
+        .clone()
+        .watch_fleet(watch("alias"))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        ids(&mut late).await,
+        Some(vec![1, 2]),
+        "who comes later sees all at once"
+    );
     site.list(&[worker(2, "")]);
-    assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (Some(vec![2]), Some(vec![2])));
-    let Err(unknown) = site.client.clone().watch_fleet(watch("other")).await else { panic!("no such model") };
+    assert_eq!(
+        (ids(&mut fleet).await, ids(&mut late).await),
+        (Some(vec![2]), Some(vec![2]))
+    );
+    let Err(unknown) = site.client.clone().watch_fleet(watch("other")).await else {
+        panic!("no such model")
+    };
     assert_eq!(unknown.code(), Code::NotFound);
     // Streams that never end by themselves do not hold up the end.
     site.stop();
@@ -243,7 +391,10 @@ async fn only_so_many_watch() {
             Err(status) => break status,
         }
     };
-    assert_eq!((watching.len(), refused.code()), (256, Code::ResourceExhausted));
+    assert_eq!(
+        (watching.len(), refused.code()),
+        (256, Code::ResourceExhausted)
+    );
     drop(watching.pop());
     let deadline = Instant::now() + PATIENCE;
     while client.watch_fleet(all.clone()).await.is_err() {
@@ -254,8 +405,18 @@ async fn only_so_many_watch() {
 #[tokio::test]
 async fn health_is_told_beside_the_service() {
     let site = Site::plain().await;
-    let channel = Channel::from_shared(format!("http://{}", site.api)).unwrap().connect().await.unwrap();
-    let asked = HealthCheckRequest { service: "warmroute.v1.Router".into() };
-    let health = HealthClient::new(channel).check(asked).await.unwrap().into_inner();
+    let channel = Channel::from_shared(format!("http://{}", site.api))
+        .unwrap()
+        .connect()
+        .await
+        .unwrap();
+    let asked = HealthCheckRequest {
+        service: "warmroute.v1.Router".into(),
+    };
+    let health = HealthClient::new(channel)
+        .check(asked)
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(health.status(), ServingStatus::Serving);
 }

@@ -63,8 +63,22 @@ struct AcceptedFlags {
 
 impl Arguments {
     pub(crate) fn selects(&self, name: &str) -> bool {
-        let matches = |filter: &String| if self.exact { name == filter } else { name.contains(filter.as_str()) };
-        let is_skipped = self.skip.iter().any(|skip| if self.exact { name == skip } else { name.contains(skip) });
-        !self.ignored && !is_skipped && (self.filters.is_empty() || self.filters.iter().any(matches))
+        let matches = |filter: &String| {
+            if self.exact {
+                name == filter
+            } else {
+                name.contains(filter.as_str())
+            }
+        };
+        let is_skipped = self.skip.iter().any(|skip| {
+            if self.exact {
+                name == skip
+            } else {
+                name.contains(skip)
+            }
+        });
+        !self.ignored
+            && !is_skipped
+            && (self.filters.is_empty() || self.filters.iter().any(matches))
     }
 }

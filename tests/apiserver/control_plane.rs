@@ -33,14 +33,22 @@ pub(crate) struct ResourceDefinition {
     pub(crate) plural: &'static str,
 }
 
-pub(crate) const INFERENCE_POOLS: ResourceDefinition =
-    ResourceDefinition { api: "inference.networking.k8s.io/v1", plural: "inferencepools" };
-pub(crate) const OBJECTIVES: ResourceDefinition =
-    ResourceDefinition { api: "llm-d.ai/v1alpha2", plural: "inferenceobjectives" };
-pub(crate) const REWRITES: ResourceDefinition =
-    ResourceDefinition { api: "llm-d.ai/v1alpha2", plural: "inferencemodelrewrites" };
-pub(crate) const OLD_OBJECTIVES: ResourceDefinition =
-    ResourceDefinition { api: "inference.networking.x-k8s.io/v1alpha2", plural: "inferenceobjectives" };
+pub(crate) const INFERENCE_POOLS: ResourceDefinition = ResourceDefinition {
+    api: "inference.networking.k8s.io/v1",
+    plural: "inferencepools",
+};
+pub(crate) const OBJECTIVES: ResourceDefinition = ResourceDefinition {
+    api: "llm-d.ai/v1alpha2",
+    plural: "inferenceobjectives",
+};
+pub(crate) const REWRITES: ResourceDefinition = ResourceDefinition {
+    api: "llm-d.ai/v1alpha2",
+    plural: "inferencemodelrewrites",
+};
+pub(crate) const OLD_OBJECTIVES: ResourceDefinition = ResourceDefinition {
+    api: "inference.networking.x-k8s.io/v1alpha2",
+    plural: "inferenceobjectives",
+};
 
 impl ResourceDefinition {
     fn group(self) -> &'static str {
@@ -48,7 +56,11 @@ impl ResourceDefinition {
     }
 
     fn path(self) -> String {
-        format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{}.{}", self.plural, self.group())
+        format!(
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{}.{}",
+            self.plural,
+            self.group()
+        )
     }
 }
 
@@ -75,9 +87,15 @@ pub(crate) struct TestControlPlane {
 
 impl TestControlPlane {
     /// Starts both and waits until the API server is ready; with all definitions of the test data if `install` is set.
-    pub(crate) async fn start(programs: &ControlPlanePrograms, install: bool) -> anyhow::Result<Self> {
-        let dir = tempfile::Builder::new().prefix("apiserver-").tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
-        let [client, peer, port] = [FreePort::find()?, FreePort::find()?, FreePort::find()?].map(FreePort::release);
+    pub(crate) async fn start(
+        programs: &ControlPlanePrograms,
+        install: bool,
+    ) -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new()
+            .prefix("apiserver-")
+            .tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+        let [client, peer, port] =
+            [FreePort::find()?, FreePort::find()?, FreePort::find()?].map(FreePort::release);
         let authority = Authority::new("test-cluster");
         let file = |name: &str, text: &str| std::fs::write(dir.path().join(name), text);
         let (serving, signing) = (authority.sign(1), authority.sign(2));
@@ -86,7 +104,10 @@ impl TestControlPlane {
         file("ca.crt", &authority.cert)?;
         file("service-account.crt", &signing.cert)?;
         file("service-account.key", &signing.key)?;
-        file("tokens.csv", &format!("{ADMIN_TOKEN},admin,admin,\"system:masters\"\n"))?;
+        file(
+            "tokens.csv",
+            &format!("{ADMIN_TOKEN},admin,admin,\"system:masters\"\n"),
+        )?;
         file("audit-policy.json", AUDIT_POLICY)?;
         let plane = Self {
             admin: AdminClient::new(port, &authority.cert, ADMIN_TOKEN)?,
@@ -97,7 +118,9 @@ impl TestControlPlane {
             etcd_ports: [client, peer],
             etcd: Mutex::default(),
             api_server: Mutex::default(),
-            http: warmroute::tls::client().timeout(Duration::from_secs(10)).build()?,
+            http: warmroute::tls::client()
+                .timeout(Duration::from_secs(10))
+                .build()?,
             serial: AtomicU64::new(10),
         };
         plane.start_etcd().await?;
@@ -105,7 +128,10 @@ impl TestControlPlane {
         if install {
             for entry in std::fs::read_dir(CRD_FOLDER)? {
                 let path = entry?.path();
-                if path.extension().is_some_and(|extension| extension == "yaml") {
+                if path
+                    .extension()
+                    .is_some_and(|extension| extension == "yaml")
+                {
                     plane.install_file(&path).await?;
                 }
             }
@@ -131,12 +157,25 @@ impl TestControlPlane {
 
     /// Starts etcd with the data that it had.
     pub(crate) async fn start_etcd(&self) -> anyhow::Result<()> {
-        let (client, peer) = (self.etcd_url(""), format!("http://127.0.0.1:{}", self.etcd_ports[1]));
+        let (client, peer) = (
+            self.etcd_url(""),
+            format!("http://127.0.0.1:{}", self.etcd_ports[1]),
+        );
         let mut command = Command::new(&self.programs.etcd);
         command.arg("--data-dir").arg(self.dir.path().join("etcd"));
         command.args(["--name", "test", "--log-level", "warn", "--unsafe-no-fsync"]);
-        command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
-        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+        command.args([
+            "--listen-client-urls",
+            &client,
+            "--advertise-client-urls",
+            &client,
+        ]);
+        command.args([
+            "--listen-peer-urls",
+            &peer,
+            "--initial-advertise-peer-urls",
+            &peer,
+        ]);
         command.args(["--initial-cluster", &format!("test={peer}")]);
         let child = Child::spawn("etcd", &command, self.dir.path())?;
         wait_ready(Ready::Http(&self.etcd_url("/health")), START_LIMIT, &child).await?;
@@ -154,14 +193,28 @@ impl TestControlPlane {
     /// Discards the history of all changes: a watch that resumes from before gets 410.
     pub(crate) async fn compact(&self) -> anyhow::Result<()> {
         let call = async |path: &str, body: Value| -> anyhow::Result<Value> {
-            let response = self.http.post(self.etcd_url(path)).body(body.to_string()).send().await?;
+            let response = self
+                .http
+                .post(self.etcd_url(path))
+                .body(body.to_string())
+                .send()
+                .await?;
             Ok(serde_json::from_str(&response.text().await?)?)
         };
         let range = call("/v3/kv/range", json!({"key": "AA==", "count_only": true})).await?;
-        let revision = range["header"]["revision"].as_str().context("etcd reports no revision")?;
-        let answer = call("/v3/kv/compaction", json!({"revision": revision, "physical": true})).await?;
+        let revision = range["header"]["revision"]
+            .as_str()
+            .context("etcd reports no revision")?;
+        let answer = call(
+            "/v3/kv/compaction",
+            json!({"revision": revision, "physical": true}),
+        )
+        .await?;
         let message = answer["message"].as_str().unwrap_or_default();
-        ensure!(message.is_empty() || message.contains("has been compacted"), "etcd does not compact: {answer}");
+        ensure!(
+            message.is_empty() || message.contains("has been compacted"),
+            "etcd does not compact: {answer}"
+        );
         Ok(())
     }
 
@@ -170,11 +223,19 @@ impl TestControlPlane {
         let child = Arc::new(self.spawn_api_server(flags)?);
         *self.api_server.lock() = Some(child.clone());
         let ready = async || {
-            let ready = self.admin.try_get("/readyz").await.is_ok_and(|(status, _)| status.is_success());
+            let ready = self
+                .admin
+                .try_get("/readyz")
+                .await
+                .is_ok_and(|(status, _)| status.is_success());
             ready || !child.is_running()
         };
         let answered = until(START_LIMIT, ready).await && child.is_running();
-        ensure!(answered, "kube-apiserver is not ready; its last lines:\n{}", child.log_tail());
+        ensure!(
+            answered,
+            "kube-apiserver is not ready; its last lines:\n{}",
+            child.log_tail()
+        );
         Ok(())
     }
 
@@ -183,10 +244,25 @@ impl TestControlPlane {
         let mut command = Command::new(&self.programs.api_server);
         let port = self.address.port().to_string();
         command.args(["--etcd-servers", &self.etcd_url("")]);
-        command.args(["--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", &port]);
-        command.args(["--endpoint-reconciler-type", "none", "--service-cluster-ip-range", "10.96.0.0/24"]);
+        command.args([
+            "--bind-address",
+            "127.0.0.1",
+            "--advertise-address",
+            "127.0.0.1",
+            "--secure-port",
+            &port,
+        ]);
+        command.args([
+            "--endpoint-reconciler-type",
+            "none",
+            "--service-cluster-ip-range",
+            "10.96.0.0/24",
+        ]);
         command.args(["--authorization-mode", "RBAC"]);
-        command.args(["--service-account-issuer", "https://kubernetes.default.svc.cluster.local"]);
+        command.args([
+            "--service-account-issuer",
+            "https://kubernetes.default.svc.cluster.local",
+        ]);
         let files: [(&str, &str); 9] = [
             ("--tls-cert-file", "tls.crt"),
             ("--tls-private-key-file", "tls.key"),
@@ -215,14 +291,19 @@ impl TestControlPlane {
 
     /// Ends the API server with SIGTERM, and after the grace period with SIGKILL, as a kubelet does.
     pub(crate) async fn stop_api_server(&self, grace: Duration) -> anyhow::Result<()> {
-        let Some(child) = self.api_server.lock().take() else { bail!("no API server runs") };
+        let Some(child) = self.api_server.lock().take() else {
+            bail!("no API server runs")
+        };
         let ended = async || !child.is_running();
         if grace > Duration::ZERO {
             child.terminate();
             until(grace, ended).await;
         }
         child.kill9();
-        ensure!(until(Duration::from_secs(10), ended).await, "the API server did not end");
+        ensure!(
+            until(Duration::from_secs(10), ended).await,
+            "the API server did not end"
+        );
         Ok(())
     }
 
@@ -252,15 +333,23 @@ impl TestControlPlane {
     async fn install_file(&self, path: &Path) -> anyhow::Result<()> {
         let yaml = std::fs::read_to_string(path)?;
         let object: Value = serde_saphyr::from_str(&yaml)?;
-        let name = object["metadata"]["name"].as_str().context("a definition without a name")?;
-        self.admin.apply(&format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"), &yaml).await?;
+        let name = object["metadata"]["name"]
+            .as_str()
+            .context("a definition without a name")?;
+        self.admin
+            .apply(
+                &format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"),
+                &yaml,
+            )
+            .await?;
         Ok(())
     }
 
     /// Installs a definition of the test data and waits until its objects are served.
     pub(crate) async fn install(&self, definition: ResourceDefinition) -> anyhow::Result<()> {
         let name = format!("{}_{}.yaml", definition.group(), definition.plural);
-        self.install_file(&PathBuf::from(CRD_FOLDER).join(name)).await?;
+        self.install_file(&PathBuf::from(CRD_FOLDER).join(name))
+            .await?;
         self.wait_served(definition).await
     }
 
@@ -272,7 +361,12 @@ impl TestControlPlane {
 
     async fn wait_served(&self, definition: ResourceDefinition) -> anyhow::Result<()> {
         let path = collection(definition.api, None, definition.plural);
-        let served = async || self.admin.try_get(&path).await.is_ok_and(|(status, _)| status.is_success());
+        let served = async || {
+            self.admin
+                .try_get(&path)
+                .await
+                .is_ok_and(|(status, _)| status.is_success())
+        };
         ensure!(until(START_LIMIT, served).await, "{path} is not served");
         Ok(())
     }
@@ -284,12 +378,17 @@ impl TestControlPlane {
         let mut records = IndexMap::new();
         for line in text.lines().filter(|line| line.contains(&user)) {
             // The last line may not be whole yet.
-            let Ok(event) = serde_json::from_str::<Value>(line) else { continue };
+            let Ok(event) = serde_json::from_str::<Value>(line) else {
+                continue;
+            };
             let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
             // A watch has two lines: when it starts and when it ends.
             records.insert(
                 text(&event["auditID"]),
-                AuditRecord { verb: text(&event["verb"]), resource: text(&event["objectRef"]["resource"]) },
+                AuditRecord {
+                    verb: text(&event["verb"]),
+                    resource: text(&event["objectRef"]["resource"]),
+                },
             );
         }
         Ok(records.into_values().collect())

@@ -18,7 +18,10 @@ pub(crate) struct ControlPlanePrograms {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MissingProgramError {
     #[error("{variable} is {}, which is not an executable file", path.display())]
-    NotExecutable { variable: &'static str, path: PathBuf },
+    NotExecutable {
+        variable: &'static str,
+        path: PathBuf,
+    },
     #[error("Go is not on the path, and ETCD_BIN and KUBE_APISERVER_BIN do not name the programs")]
     GoMissing,
     #[error("Go could not build etcd and kube-apiserver: {0}")]
@@ -54,12 +57,17 @@ pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
         None => MissingProgramError::GoMissing,
     })?;
     try_mount()?;
-    Ok(ControlPlanePrograms { etcd: folder.join("etcd"), api_server: folder.join("kube-apiserver") })
+    Ok(ControlPlanePrograms {
+        etcd: folder.join("etcd"),
+        api_server: folder.join("kube-apiserver"),
+    })
 }
 
 fn named(variable: &'static str) -> Result<Option<PathBuf>, MissingProgramError> {
     match environment(variable).map(PathBuf::from) {
-        Some(path) if !is_executable(&path) => Err(MissingProgramError::NotExecutable { variable, path }),
+        Some(path) if !is_executable(&path) => {
+            Err(MissingProgramError::NotExecutable { variable, path })
+        }
         path => Ok(path),
     }
 }
@@ -69,7 +77,11 @@ fn build() -> Result<PathBuf, String> {
     let target = target_dir().map_err(|error| error.to_string())?;
     let mut command = Command::new("bash");
     // Progress and errors of the build go to the terminal.
-    command.arg(BUILD_SCRIPT).arg(target).stdin(Stdio::null()).stderr(Stdio::inherit());
+    command
+        .arg(BUILD_SCRIPT)
+        .arg(target)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit());
     let output = command.output().map_err(|error| format!("bash: {error}"))?;
     if !output.status.success() {
         return Err(format!("{BUILD_SCRIPT} failed, see above"));

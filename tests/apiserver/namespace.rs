@@ -32,7 +32,11 @@ pub(crate) fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> Value {
 /// Rules for pods and pools.
 pub(crate) fn rules_with(pod_verbs: &[&str], pool_verbs: &[&str]) -> RoleRules {
     let pods = (!pod_verbs.is_empty()).then(|| rule("", &["pods"], pod_verbs));
-    let pools = rule("inference.networking.k8s.io", &["inferencepools"], pool_verbs);
+    let pools = rule(
+        "inference.networking.k8s.io",
+        &["inferencepools"],
+        pool_verbs,
+    );
     let pools = (!pool_verbs.is_empty()).then_some(pools);
     RoleRules::Rules(pods.into_iter().chain(pools).collect())
 }
@@ -52,13 +56,25 @@ impl TestNamespace {
         Self::create_with(plane, RoleRules::Shipped).await
     }
 
-    pub(crate) async fn create_with(plane: &Arc<TestControlPlane>, rules: RoleRules) -> anyhow::Result<Self> {
+    pub(crate) async fn create_with(
+        plane: &Arc<TestControlPlane>,
+        rules: RoleRules,
+    ) -> anyhow::Result<Self> {
         let name = format!("inference-{}", plane.next_serial());
-        let namespace = Self { plane: plane.clone(), name };
+        let namespace = Self {
+            plane: plane.clone(),
+            name,
+        };
         let object = json!({"metadata": {"name": namespace.name}});
         plane.admin.create("/api/v1/namespaces", &object).await?;
         // A controller does this in a cluster; pods are refused without it.
-        namespace.create_object("v1", "serviceaccounts", &json!({"metadata": {"name": "default"}})).await?;
+        namespace
+            .create_object(
+                "v1",
+                "serviceaccounts",
+                &json!({"metadata": {"name": "default"}}),
+            )
+            .await?;
         for object in manifest(RBAC, &namespace.name)? {
             let (api, plural) = match object["kind"].as_str() {
                 Some("ServiceAccount") => ("v1", "serviceaccounts"),
@@ -79,12 +95,17 @@ impl TestNamespace {
             RoleRules::Shipped => shipped_rules(RBAC)?,
             RoleRules::WithOptionalKinds => {
                 let text = RBAC.replace("# - apiGroups:", "- apiGroups:");
-                let text = text.replace("#   resources:", "  resources:").replace("#   verbs:", "  verbs:");
+                let text = text
+                    .replace("#   resources:", "  resources:")
+                    .replace("#   verbs:", "  verbs:");
                 shipped_rules(&text)?
             }
         };
         let path = format!("{}/warmroute", self.path(RBAC_API, "roles"));
-        self.plane.admin.patch(&path, &json!({"rules": rules})).await?;
+        self.plane
+            .admin
+            .patch(&path, &json!({"rules": rules}))
+            .await?;
         Ok(())
     }
 
@@ -96,12 +117,25 @@ impl TestNamespace {
         format!("{}/{name}", self.path(definition.api, definition.plural))
     }
 
-    pub(crate) async fn create_object(&self, api: &str, plural: &str, object: &Value) -> anyhow::Result<Value> {
-        self.plane.admin.create(&self.path(api, plural), object).await
+    pub(crate) async fn create_object(
+        &self,
+        api: &str,
+        plural: &str,
+        object: &Value,
+    ) -> anyhow::Result<Value> {
+        self.plane
+            .admin
+            .create(&self.path(api, plural), object)
+            .await
     }
 
-    pub(crate) async fn create_of(&self, definition: ResourceDefinition, object: &Value) -> anyhow::Result<Value> {
-        self.create_object(definition.api, definition.plural, object).await
+    pub(crate) async fn create_of(
+        &self,
+        definition: ResourceDefinition,
+        object: &Value,
+    ) -> anyhow::Result<Value> {
+        self.create_object(definition.api, definition.plural, object)
+            .await
     }
 
     pub(crate) async fn change_of(
@@ -110,22 +144,37 @@ impl TestNamespace {
         name: &str,
         change: &Value,
     ) -> anyhow::Result<Value> {
-        self.plane.admin.patch(&self.object_path(definition, name), change).await
+        self.plane
+            .admin
+            .patch(&self.object_path(definition, name), change)
+            .await
     }
 
-    pub(crate) async fn delete_of(&self, definition: ResourceDefinition, name: &str) -> anyhow::Result<Value> {
-        self.plane.admin.delete(&self.object_path(definition, name)).await
+    pub(crate) async fn delete_of(
+        &self,
+        definition: ResourceDefinition,
+        name: &str,
+    ) -> anyhow::Result<Value> {
+        self.plane
+            .admin
+            .delete(&self.object_path(definition, name))
+            .await
     }
 
     /// The InferencePool of the shipped manifests with these ports.
     pub(crate) async fn create_pool(&self, ports: &[u16]) -> anyhow::Result<()> {
-        self.create_of(INFERENCE_POOLS, &inference_pool(POOL, &engine_labels(), ports)).await?;
+        self.create_of(
+            INFERENCE_POOLS,
+            &inference_pool(POOL, &engine_labels(), ports),
+        )
+        .await?;
         Ok(())
     }
 
     /// A pod of the pool without a status.
     pub(crate) async fn create_pending(&self, name: &str) -> anyhow::Result<()> {
-        self.create_object("v1", "pods", &pod(name, &engine_labels())).await?;
+        self.create_object("v1", "pods", &pod(name, &engine_labels()))
+            .await?;
         Ok(())
     }
 
@@ -134,7 +183,12 @@ impl TestNamespace {
         self.create_pod_with(name, ip, &engine_labels()).await
     }
 
-    pub(crate) async fn create_pod_with(&self, name: &str, ip: &str, labels: &Value) -> anyhow::Result<()> {
+    pub(crate) async fn create_pod_with(
+        &self,
+        name: &str,
+        ip: &str,
+        labels: &Value,
+    ) -> anyhow::Result<()> {
         self.create_object("v1", "pods", &pod(name, labels)).await?;
         self.set_status(name, &running(&[ip], true)).await
     }
@@ -147,42 +201,68 @@ impl TestNamespace {
     }
 
     pub(crate) async fn change_pod(&self, name: &str, change: &Value) -> anyhow::Result<()> {
-        self.plane.admin.patch(&format!("{}/{name}", self.path("v1", "pods")), change).await?;
+        self.plane
+            .admin
+            .patch(&format!("{}/{name}", self.path("v1", "pods")), change)
+            .await?;
         Ok(())
     }
 
     /// Deletes a pod with grace: it stays until it is removed, as no kubelet ends it.
     pub(crate) async fn delete_pod(&self, name: &str) -> anyhow::Result<()> {
-        self.plane.admin.delete(&format!("{}/{name}", self.path("v1", "pods"))).await?;
+        self.plane
+            .admin
+            .delete(&format!("{}/{name}", self.path("v1", "pods")))
+            .await?;
         Ok(())
     }
 
     /// Removes a pod at once.
     pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
-        self.plane.admin.delete(&format!("{}/{name}?gracePeriodSeconds=0", self.path("v1", "pods"))).await?;
+        self.plane
+            .admin
+            .delete(&format!(
+                "{}/{name}?gracePeriodSeconds=0",
+                self.path("v1", "pods")
+            ))
+            .await?;
         Ok(())
     }
 
     /// A new token of the service account, as a pod has it.
     pub(crate) async fn token(&self) -> anyhow::Result<String> {
         let path = format!("{}/warmroute/token", self.path("v1", "serviceaccounts"));
-        let request = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}});
+        let request =
+            json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}});
         let answer = self.plane.admin.create(&path, &request).await?;
-        Ok(answer["status"]["token"].as_str().context("no token")?.to_owned())
+        Ok(answer["status"]["token"]
+            .as_str()
+            .context("no token")?
+            .to_owned())
     }
 
     /// Makes all tokens of the service account invalid.
     pub(crate) async fn revoke_tokens(&self) -> anyhow::Result<()> {
         let path = self.path("v1", "serviceaccounts");
-        self.plane.admin.delete(&format!("{path}/warmroute")).await?;
-        self.plane.admin.create(&path, &json!({"metadata": {"name": "warmroute"}})).await?;
+        self.plane
+            .admin
+            .delete(&format!("{path}/warmroute"))
+            .await?;
+        self.plane
+            .admin
+            .create(&path, &json!({"metadata": {"name": "warmroute"}}))
+            .await?;
         Ok(())
     }
 
     /// What a kubelet mounts.
     pub(crate) async fn account(&self) -> anyhow::Result<MountedAccount> {
         let ca = self.plane.authority.cert.clone();
-        Ok(MountedAccount { token: self.token().await?, ca, namespace: self.name.clone() })
+        Ok(MountedAccount {
+            token: self.token().await?,
+            ca,
+            namespace: self.name.clone(),
+        })
     }
 
     /// Starts warmroute with the shipped configuration and waits for its admin listener.
@@ -197,7 +277,12 @@ impl TestNamespace {
 
     pub(crate) async fn options(&self, config: Value) -> anyhow::Result<RouterOptions> {
         let account = Some(self.account().await?);
-        Ok(RouterOptions { api_server: self.plane.address, account, config, dir: self.plane.dir().to_owned() })
+        Ok(RouterOptions {
+            api_server: self.plane.address,
+            account,
+            config,
+            dir: self.plane.dir().to_owned(),
+        })
     }
 
     /// Requests of warmroute so far.
@@ -208,6 +293,9 @@ impl TestNamespace {
 
 fn shipped_rules(text: &str) -> anyhow::Result<Value> {
     let objects = manifest(text, "inference")?;
-    let role = objects.iter().find(|object| object["kind"] == "Role").context("rbac.yaml has no Role")?;
+    let role = objects
+        .iter()
+        .find(|object| object["kind"] == "Role")
+        .context("rbac.yaml has no Role")?;
     Ok(role["rules"].clone())
 }

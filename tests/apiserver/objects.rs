@@ -59,11 +59,19 @@ pub(crate) fn rewrite(name: &str, model: &str, target: &str) -> Value {
 
 /// The objects of a manifest, moved into a namespace.
 pub(crate) fn manifest(text: &str, namespace: &str) -> anyhow::Result<Vec<Value>> {
-    let documents = text.split("\n---\n").filter(|document| document.contains("kind:"));
+    let documents = text
+        .split("\n---\n")
+        .filter(|document| document.contains("kind:"));
     let object = |document: &str| -> anyhow::Result<Value> {
-        let mut object: Value = serde_saphyr::from_str(document).context("a manifest is not YAML")?;
+        let mut object: Value =
+            serde_saphyr::from_str(document).context("a manifest is not YAML")?;
         object["metadata"]["namespace"] = json!(namespace);
-        for subject in object.get_mut("subjects").and_then(Value::as_array_mut).into_iter().flatten() {
+        for subject in object
+            .get_mut("subjects")
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
             subject["namespace"] = json!(namespace);
         }
         Ok(object)

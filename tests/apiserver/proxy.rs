@@ -74,7 +74,9 @@ impl ApiProxy {
         let address = listener.local_addr()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut roots = rustls::RootCertStore::empty();
-        roots.add(CertificateDer::from_pem_slice(plane.authority.cert.as_bytes())?)?;
+        roots.add(CertificateDer::from_pem_slice(
+            plane.authority.cert.as_bytes(),
+        )?)?;
         let client = rustls::ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
@@ -84,10 +86,19 @@ impl ApiProxy {
             connector: TlsConnector::from(Arc::new(client)),
             upstream: plane.address,
         });
-        let state = watch::Sender::new(ProxyState { mode, dead_before: 0 });
+        let state = watch::Sender::new(ProxyState {
+            mode,
+            dead_before: 0,
+        });
         let (accepted_tx, connections) = watch::channel(0);
         let accepting = tokio::spawn(accept(listener, link.clone(), state.clone(), accepted_tx));
-        Ok(Self { address, link, state, connections, accepting })
+        Ok(Self {
+            address,
+            link,
+            state,
+            connections,
+            accepting,
+        })
     }
 
     pub(crate) fn set(&self, mode: ProxyMode) {
@@ -106,19 +117,26 @@ impl ApiProxy {
     /// Connections so far pass nothing on for ever; later ones work.
     pub(crate) fn kill_silently(&self) {
         let dead_before = *self.connections.borrow();
-        self.state.send_modify(|state| *state = ProxyState { mode: ProxyMode::Pass, dead_before });
+        self.state.send_modify(|state| {
+            *state = ProxyState {
+                mode: ProxyMode::Pass,
+                dead_before,
+            }
+        });
     }
 }
 
 fn acceptor(authority: &Authority) -> anyhow::Result<TlsAcceptor> {
     let pair = authority.sign(1);
-    let config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()?
-        .with_no_client_auth()
-        .with_single_cert(
-            vec![CertificateDer::from_pem_slice(pair.cert.as_bytes())?],
-            PrivateKeyDer::from_pem_slice(pair.key.as_bytes())?,
-        )?;
+    let config = rustls::ServerConfig::builder_with_provider(Arc::new(
+        rustls::crypto::ring::default_provider(),
+    ))
+    .with_safe_default_protocol_versions()?
+    .with_no_client_auth()
+    .with_single_cert(
+        vec![CertificateDer::from_pem_slice(pair.cert.as_bytes())?],
+        PrivateKeyDer::from_pem_slice(pair.key.as_bytes())?,
+    )?;
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
@@ -152,7 +170,8 @@ async fn serve(
     let length = near.read(&mut head).await?;
     let now = *state.borrow();
     if let ProxyMode::Status(code) = now.mode {
-        let response = format!("HTTP/1.1 {code} Failure\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+        let response =
+            format!("HTTP/1.1 {code} Failure\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         near.write_all(response.as_bytes()).await?;
         near.shutdown().await?;
         return Ok(());
@@ -160,7 +179,11 @@ async fn serve(
     wait_released(&mut state, connection).await?;
     let far = TcpStream::connect(link.upstream).await?;
     let name = ServerName::IpAddress(link.upstream.ip().into());
-    let mut far = link.connector.connect(name, far).await.context("upstream")?;
+    let mut far = link
+        .connector
+        .connect(name, far)
+        .await
+        .context("upstream")?;
     far.write_all(&head[..length]).await?;
     let (near_read, near_write) = tokio::io::split(near);
     let (far_read, far_write) = tokio::io::split(far);
@@ -190,7 +213,10 @@ async fn pump(
     }
 }
 
-async fn wait_released(state: &mut watch::Receiver<ProxyState>, connection: u64) -> anyhow::Result<()> {
+async fn wait_released(
+    state: &mut watch::Receiver<ProxyState>,
+    connection: u64,
+) -> anyhow::Result<()> {
     state.wait_for(|state| !state.holds(connection)).await?;
     Ok(())
 }

@@ -39,9 +39,16 @@ fn in_mount_namespace(folder: &str) -> Command {
 
 /// Whether a service account can be mounted here.
 pub(crate) fn try_mount() -> Result<(), String> {
-    let output = in_mount_namespace("/").arg("true").output().map_err(|error| error.to_string())?;
+    let output = in_mount_namespace("/")
+        .arg("true")
+        .output()
+        .map_err(|error| error.to_string())?;
     let errors = String::from_utf8_lossy(&output.stderr);
-    if output.status.success() { Ok(()) } else { Err(errors.trim().replace('\n', "; ")) }
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(errors.trim().replace('\n', "; "))
+    }
 }
 
 /// Contents of the folder of a service account.
@@ -61,7 +68,10 @@ struct AccountVolume {
 impl AccountVolume {
     fn create(folder: PathBuf, account: &MountedAccount) -> anyhow::Result<Self> {
         fs::create_dir_all(&folder)?;
-        let mut volume = Self { folder, versions: 0 };
+        let mut volume = Self {
+            folder,
+            versions: 0,
+        };
         volume.write(account)?;
         for name in ["token", "ca.crt", "namespace"] {
             symlink(format!("..data/{name}"), volume.folder.join(name))?;
@@ -107,10 +117,15 @@ pub(crate) struct RouterProcess {
 impl RouterProcess {
     /// Starts it and waits for its admin listener.
     pub(crate) async fn start(options: RouterOptions) -> anyhow::Result<Self> {
-        let dir = tempfile::Builder::new().prefix("router-").tempdir_in(&options.dir)?;
+        let dir = tempfile::Builder::new()
+            .prefix("router-")
+            .tempdir_in(&options.dir)?;
         let [ext_proc, admin] = [FreePort::find()?, FreePort::find()?].map(FreePort::release);
         let volume = match &options.account {
-            Some(account) => Some(AccountVolume::create(dir.path().join("serviceaccount"), account)?),
+            Some(account) => Some(AccountVolume::create(
+                dir.path().join("serviceaccount"),
+                account,
+            )?),
             None => None,
         };
         let mut config = shipped_config()?;
@@ -133,8 +148,18 @@ impl RouterProcess {
         let mut serve = clone_command(&command);
         serve.arg("serve").arg("--config").arg(&path);
         let child = Child::spawn("warmroute", &serve, dir.path())?;
-        let http = warmroute::tls::client().timeout(Duration::from_secs(5)).build()?;
-        let router = Self { child, command, volume, dir, http, admin, ext_proc };
+        let http = warmroute::tls::client()
+            .timeout(Duration::from_secs(5))
+            .build()?;
+        let router = Self {
+            child,
+            command,
+            volume,
+            dir,
+            http,
+            admin,
+            ext_proc,
+        };
         router.wait_admin().await?;
         Ok(router)
     }
@@ -142,16 +167,26 @@ impl RouterProcess {
     async fn wait_admin(&self) -> anyhow::Result<()> {
         let answers = async || self.page("healthz").await.is_ok() || !self.child.is_running();
         let answered = until(PATIENCE, answers).await && self.child.is_running();
-        ensure!(answered, "warmroute did not start:\n{}", self.child.log_tail());
+        ensure!(
+            answered,
+            "warmroute did not start:\n{}",
+            self.child.log_tail()
+        );
         Ok(())
     }
 
     /// Ends it as `kill -9` does and starts it with the same configuration.
     pub(crate) async fn restart(&mut self) -> anyhow::Result<()> {
         self.child.kill9();
-        ensure!(until(PATIENCE, async || !self.child.is_running()).await, "warmroute did not end");
+        ensure!(
+            until(PATIENCE, async || !self.child.is_running()).await,
+            "warmroute did not end"
+        );
         let mut serve = clone_command(&self.command);
-        serve.arg("serve").arg("--config").arg(self.dir.path().join("warmroute.yaml"));
+        serve
+            .arg("serve")
+            .arg("--config")
+            .arg(self.dir.path().join("warmroute.yaml"));
         self.child = Child::spawn("warmroute", &serve, self.dir.path())?;
         self.wait_admin().await
     }
@@ -159,15 +194,25 @@ impl RouterProcess {
     /// Runs another command of warmroute in the same pod; its exit code and output.
     pub(crate) async fn run(&self, arguments: &[&str]) -> anyhow::Result<(i32, String)> {
         let mut command = tokio::process::Command::from(clone_command(&self.command));
-        command.args(arguments).arg("--config").arg(self.dir.path().join("warmroute.yaml")).kill_on_drop(true);
+        command
+            .args(arguments)
+            .arg("--config")
+            .arg(self.dir.path().join("warmroute.yaml"))
+            .kill_on_drop(true);
         let output = command.output().await?;
         let text = [output.stdout, output.stderr].concat();
-        Ok((output.status.code().unwrap_or(-1), String::from_utf8_lossy(&text).into_owned()))
+        Ok((
+            output.status.code().unwrap_or(-1),
+            String::from_utf8_lossy(&text).into_owned(),
+        ))
     }
 
     /// Replaces the files of the service account.
     pub(crate) fn mount(&mut self, account: &MountedAccount) -> anyhow::Result<()> {
-        self.volume.as_mut().context("no service account is mounted")?.write(account)
+        self.volume
+            .as_mut()
+            .context("no service account is mounted")?
+            .write(account)
     }
 
     pub(crate) fn is_running(&self) -> bool {
@@ -178,16 +223,24 @@ impl RouterProcess {
     pub(crate) fn cpu(&self) -> anyhow::Result<Duration> {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.pid()))?;
         // Fields after the name of the program, which may hold spaces.
-        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
-        let ticks: u64 =
-            fields.get(11).context("utime")?.parse::<u64>()? + fields.get(12).context("stime")?.parse::<u64>()?;
+        let fields: Vec<&str> = stat
+            .rsplit(") ")
+            .next()
+            .unwrap_or_default()
+            .split(' ')
+            .collect();
+        let ticks: u64 = fields.get(11).context("utime")?.parse::<u64>()?
+            + fields.get(12).context("stime")?.parse::<u64>()?;
         Ok(Duration::from_millis(ticks * 1000 / USER_HZ))
     }
 
     /// Resident memory in MiB.
     pub(crate) fn resident(&self) -> anyhow::Result<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("VmRSS")?;
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:"))
+            .context("VmRSS")?;
         Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
     }
 
@@ -197,7 +250,10 @@ impl RouterProcess {
 
     /// Lines of the log that contain a text.
     pub(crate) fn log_lines(&self, text: &str) -> usize {
-        self.log().lines().filter(|line| line.contains(text)).count()
+        self.log()
+            .lines()
+            .filter(|line| line.contains(text))
+            .count()
     }
 
     pub(crate) async fn page(&self, page: &str) -> anyhow::Result<String> {
@@ -206,30 +262,53 @@ impl RouterProcess {
     }
 
     pub(crate) async fn debug(&self, page: &str) -> anyhow::Result<Value> {
-        Ok(serde_json::from_str(&self.page(&format!("debug/{page}")).await?)?)
+        Ok(serde_json::from_str(
+            &self.page(&format!("debug/{page}")).await?,
+        )?)
     }
 
     /// `POST /debug/explain` for a completion of a model.
     pub(crate) async fn explain(&self, model: &str) -> anyhow::Result<Value> {
         let question = json!({"path": "/v1/completions", "headers": {}, "body": {"model": model, "prompt": "hello"}});
-        let url = format!("http://127.0.0.1:{}{}", self.admin, warmroute::admin::explain::PAGE);
-        Ok(self.http.post(url).json(&question).send().await?.json().await?)
+        let url = format!(
+            "http://127.0.0.1:{}{}",
+            self.admin,
+            warmroute::admin::explain::PAGE
+        );
+        Ok(self
+            .http
+            .post(url)
+            .json(&question)
+            .send()
+            .await?
+            .json()
+            .await?)
     }
 
     /// Name and endpoint of each worker, with a `-` if it drains.
     pub(crate) async fn fleet(&self) -> anyhow::Result<Vec<String>> {
         self.fleet_by(|worker| {
             let mark = if worker["draining"] == true { " -" } else { "" };
-            format!("{} {}{mark}", pod_name(worker), worker["endpoint"].as_str().unwrap_or_default())
+            format!(
+                "{} {}{mark}",
+                pod_name(worker),
+                worker["endpoint"].as_str().unwrap_or_default()
+            )
         })
         .await
     }
 
     /// A text for each worker, in order.
-    pub(crate) async fn fleet_by(&self, text: impl Fn(&Value) -> String) -> anyhow::Result<Vec<String>> {
+    pub(crate) async fn fleet_by(
+        &self,
+        text: impl Fn(&Value) -> String,
+    ) -> anyhow::Result<Vec<String>> {
         let page = self.debug("fleet").await?;
         let members = page["members"].as_array().context("no members")?;
-        let mut fleet: Vec<String> = members.iter().map(|member| text(&member["worker"])).collect();
+        let mut fleet: Vec<String> = members
+            .iter()
+            .map(|member| text(&member["worker"]))
+            .collect();
         fleet.sort();
         Ok(fleet)
     }
@@ -239,7 +318,11 @@ impl RouterProcess {
         self.wait_fleet_within(PATIENCE, expected).await
     }
 
-    pub(crate) async fn wait_fleet_within(&self, limit: Duration, expected: &[&str]) -> anyhow::Result<Duration> {
+    pub(crate) async fn wait_fleet_within(
+        &self,
+        limit: Duration,
+        expected: &[&str],
+    ) -> anyhow::Result<Duration> {
         let mut expected: Vec<&str> = expected.to_vec();
         expected.sort_unstable();
         let began = Instant::now();
@@ -249,18 +332,29 @@ impl RouterProcess {
                 return Ok(began.elapsed());
             }
             if began.elapsed() > limit {
-                bail!("the fleet is {found:?}, not {expected:?}, after {limit:?}\n{}", self.child.log_tail());
+                bail!(
+                    "the fleet is {found:?}, not {expected:?}, after {limit:?}\n{}",
+                    self.child.log_tail()
+                );
             }
             tokio::time::sleep(POLL).await;
         }
     }
 
     /// Asserts that the fleet stays as it is for a while.
-    pub(crate) async fn keeps_fleet(&self, period: Duration, expected: &[&str]) -> anyhow::Result<()> {
+    pub(crate) async fn keeps_fleet(
+        &self,
+        period: Duration,
+        expected: &[&str],
+    ) -> anyhow::Result<()> {
         let end = Instant::now() + period;
         while Instant::now() < end {
             let found = self.fleet().await?;
-            ensure!(found == expected, "the fleet became {found:?}, not {expected:?}\n{}", self.child.log_tail());
+            ensure!(
+                found == expected,
+                "the fleet became {found:?}, not {expected:?}\n{}",
+                self.child.log_tail()
+            );
             tokio::time::sleep(POLL).await;
         }
         Ok(())
@@ -271,37 +365,65 @@ impl RouterProcess {
         self.wait_log_within(PATIENCE, text).await
     }
 
-    pub(crate) async fn wait_log_within(&self, limit: Duration, text: &str) -> anyhow::Result<Duration> {
+    pub(crate) async fn wait_log_within(
+        &self,
+        limit: Duration,
+        text: &str,
+    ) -> anyhow::Result<Duration> {
         let began = Instant::now();
         let found = until(limit, async || self.log().contains(text)).await;
-        ensure!(found, "the log does not contain {text:?}; its last lines:\n{}", self.child.log_tail());
+        ensure!(
+            found,
+            "the log does not contain {text:?}; its last lines:\n{}",
+            self.child.log_tail()
+        );
         Ok(began.elapsed())
     }
 
     /// A sample of a metric; `None` if there is none.
     pub(crate) async fn metric(&self, series: &str) -> anyhow::Result<Option<f64>> {
         let page = self.page("metrics").await?;
-        let line = page.lines().find_map(|line| line.strip_prefix(&format!("warmroute_{series} ")));
+        let line = page
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("warmroute_{series} ")));
         Ok(line.map(|value| value.trim().parse()).transpose()?)
     }
 
     /// `discovery_up` of a pool.
     pub(crate) async fn is_up(&self, pool: &str) -> anyhow::Result<bool> {
-        let value = self.metric(&format!("discovery_up{{source=\"kubernetes {pool}\"}}")).await?;
+        let value = self
+            .metric(&format!("discovery_up{{source=\"kubernetes {pool}\"}}"))
+            .await?;
         Ok(value.context("no such source")? == 1.0)
     }
 
     /// Waits until `discovery_up` of a pool has a value; how long that took.
-    pub(crate) async fn wait_up(&self, pool: &str, is_up: bool, limit: Duration) -> anyhow::Result<Duration> {
+    pub(crate) async fn wait_up(
+        &self,
+        pool: &str,
+        is_up: bool,
+        limit: Duration,
+    ) -> anyhow::Result<Duration> {
         let began = Instant::now();
-        let reached = until(limit, async || self.is_up(pool).await.is_ok_and(|found| found == is_up)).await;
-        ensure!(reached, "discovery_up of {pool} is not {is_up} after {limit:?}\n{}", self.child.log_tail());
+        let reached = until(limit, async || {
+            self.is_up(pool).await.is_ok_and(|found| found == is_up)
+        })
+        .await;
+        ensure!(
+            reached,
+            "discovery_up of {pool} is not {is_up} after {limit:?}\n{}",
+            self.child.log_tail()
+        );
         Ok(began.elapsed())
     }
 
     pub(crate) async fn is_ready(&self) -> bool {
         let url = format!("http://127.0.0.1:{}/readyz", self.admin);
-        self.http.get(url).send().await.is_ok_and(|answer| answer.status().is_success())
+        self.http
+            .get(url)
+            .send()
+            .await
+            .is_ok_and(|answer| answer.status().is_success())
     }
 
     /// Waits until `/debug/cluster` contains a text; how long that took.
@@ -309,7 +431,12 @@ impl RouterProcess {
         let began = Instant::now();
         let page = async || self.page("debug/cluster").await.unwrap_or_default();
         let found = until(PATIENCE, async || page().await.contains(text)).await;
-        ensure!(found, "/debug/cluster does not contain {text}: {}\n{}", page().await, self.child.log_tail());
+        ensure!(
+            found,
+            "/debug/cluster does not contain {text}: {}\n{}",
+            page().await,
+            self.child.log_tail()
+        );
         Ok(began.elapsed())
     }
 }
@@ -323,16 +450,30 @@ impl Drop for RouterProcess {
 
 /// The pod of a worker, without its namespace.
 pub(crate) fn pod_name(worker: &Value) -> &str {
-    worker["name"].as_str().unwrap_or_default().rsplit('/').next().unwrap_or_default()
+    worker["name"]
+        .as_str()
+        .unwrap_or_default()
+        .rsplit('/')
+        .next()
+        .unwrap_or_default()
 }
 
 fn pod_command(volume: &Option<AccountVolume>, options: &RouterOptions, home: &Path) -> Command {
-    let folder = volume.as_ref().map(|volume| volume.folder.to_string_lossy().into_owned()).unwrap_or_default();
+    let folder = volume
+        .as_ref()
+        .map(|volume| volume.folder.to_string_lossy().into_owned())
+        .unwrap_or_default();
     let mut command = in_mount_namespace(&folder);
     command.arg(env!("CARGO_BIN_EXE_warmroute"));
     command.env("HOME", home).env_remove("KUBECONFIG");
-    command.env("KUBERNETES_SERVICE_HOST", options.api_server.ip().to_string());
-    command.env("KUBERNETES_SERVICE_PORT", options.api_server.port().to_string());
+    command.env(
+        "KUBERNETES_SERVICE_HOST",
+        options.api_server.ip().to_string(),
+    );
+    command.env(
+        "KUBERNETES_SERVICE_PORT",
+        options.api_server.port().to_string(),
+    );
     command
 }
 
@@ -351,11 +492,17 @@ fn clone_command(command: &Command) -> Command {
 /// The configuration of the shipped ConfigMap without what has no counterpart on the loopback.
 fn shipped_config() -> anyhow::Result<Value> {
     let map: Value = serde_saphyr::from_str(CONFIG)?;
-    let text = map["data"]["warmroute.yaml"].as_str().context("the ConfigMap has no warmroute.yaml")?;
+    let text = map["data"]["warmroute.yaml"]
+        .as_str()
+        .context("the ConfigMap has no warmroute.yaml")?;
     let mut config: Value = serde_saphyr::from_str(text)?;
-    let worker = config.pointer_mut("/kubernetes/pools/0/worker").context("the configuration has no worker")?;
+    let worker = config
+        .pointer_mut("/kubernetes/pools/0/worker")
+        .context("the configuration has no worker")?;
     merge(worker, &json!({"kv_events": null}));
-    let model = config.pointer_mut("/models/0").context("the configuration has no model")?;
+    let model = config
+        .pointer_mut("/models/0")
+        .context("the configuration has no model")?;
     // Loading the tokenizer takes seconds; the cases that need it name its files.
     merge(model, &json!({"tokenizer": null, "tokenizer_config": null}));
     Ok(config)

@@ -47,7 +47,10 @@ struct CaseReport {
 
 /// Runs the cases; the exit code is that of libtest.
 pub(crate) fn run(cases: Vec<TestCase>, programs: ControlPlanePrograms) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => {
             println!("no runtime: {error}");
@@ -70,21 +73,31 @@ pub(crate) fn run(cases: Vec<TestCase>, programs: ControlPlanePrograms) -> ExitC
     let passed = count - failed.len();
     if !failed.is_empty() {
         println!("\nfailures:");
-        failed.iter().for_each(|report| println!("    {}", report.name));
+        failed
+            .iter()
+            .for_each(|report| println!("    {}", report.name));
     }
     println!(
         "\ntest result: {verdict}. {passed} passed; {} failed; finished in {:.1}s",
         failed.len(),
         began.elapsed().as_secs_f64()
     );
-    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(101) }
+    if failed.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(101)
+    }
 }
 
 async fn run_all(cases: Vec<TestCase>, programs: Arc<ControlPlanePrograms>) -> Vec<CaseReport> {
     let (reports_tx, mut reports) = mpsc::unbounded_channel();
     let mut planes = JoinSet::new();
     for kind in [PlaneKind::Faults, PlaneKind::Definitions, PlaneKind::Shared] {
-        let own: Vec<_> = cases.iter().filter(|case| case.plane == kind).map(|case| (case.name, case.run)).collect();
+        let own: Vec<_> = cases
+            .iter()
+            .filter(|case| case.plane == kind)
+            .map(|case| (case.name, case.run))
+            .collect();
         if !own.is_empty() {
             planes.spawn_local(run_plane(kind, own, programs.clone(), reports_tx.clone()));
         }
@@ -101,7 +114,10 @@ async fn run_all(cases: Vec<TestCase>, programs: Arc<ControlPlanePrograms>) -> V
     failed
 }
 
-type NamedRun = (&'static str, fn(Arc<TestControlPlane>) -> LocalBoxFuture<'static, CaseResult>);
+type NamedRun = (
+    &'static str,
+    fn(Arc<TestControlPlane>) -> LocalBoxFuture<'static, CaseResult>,
+);
 
 async fn run_plane(
     kind: PlaneKind,
@@ -124,14 +140,24 @@ async fn run_plane(
             return;
         }
     };
-    let permits = Arc::new(Semaphore::new(if kind == PlaneKind::Shared { SIDE_BY_SIDE } else { 1 }));
+    let permits = Arc::new(Semaphore::new(if kind == PlaneKind::Shared {
+        SIDE_BY_SIDE
+    } else {
+        1
+    }));
     let mut running = JoinSet::new();
     for (name, run) in cases {
-        let Ok(permit) = permits.clone().acquire_owned().await else { return };
+        let Ok(permit) = permits.clone().acquire_owned().await else {
+            return;
+        };
         if kind != PlaneKind::Shared
             && let Err(error) = plane.recover().await
         {
-            _ = reports_tx.send(CaseReport { name, took: Duration::ZERO, result: Err(error) });
+            _ = reports_tx.send(CaseReport {
+                name,
+                took: Duration::ZERO,
+                result: Err(error),
+            });
             continue;
         }
         let plane = plane.clone();
@@ -139,13 +165,20 @@ async fn run_plane(
         running.spawn_local(async move {
             let began = Instant::now();
             // A panic ends the inner task only.
-            let finished = tokio::task::spawn_local(tokio::time::timeout(CASE_LIMIT, run(plane))).await;
+            let finished =
+                tokio::task::spawn_local(tokio::time::timeout(CASE_LIMIT, run(plane))).await;
             let result = match finished {
                 Ok(Ok(result)) => result,
-                Ok(Err(_)) => Err(anyhow::anyhow!("the case did not end within {CASE_LIMIT:?}")),
+                Ok(Err(_)) => Err(anyhow::anyhow!(
+                    "the case did not end within {CASE_LIMIT:?}"
+                )),
                 Err(panic) => Err(anyhow::Error::from(panic)).context("the case panicked"),
             };
-            _ = reports_tx.send(CaseReport { name, took: began.elapsed(), result });
+            _ = reports_tx.send(CaseReport {
+                name,
+                took: began.elapsed(),
+                result,
+            });
             drop(permit);
         });
     }
@@ -158,7 +191,13 @@ fn print_row(report: &CaseReport) {
         Ok(seen) => println!("| `{}` | {seen} | {time} | ok |", report.name),
         Err(error) => {
             let text = error.to_string();
-            let first: String = text.lines().next().unwrap_or_default().chars().take(160).collect();
+            let first: String = text
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .chars()
+                .take(160)
+                .collect();
             println!("| `{}` | {first} | {time} | **FAILED** |", report.name);
         }
     }

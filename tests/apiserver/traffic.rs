@@ -9,7 +9,9 @@ use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response as Reply;
-use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse};
+use envoy_types::pb::envoy::service::ext_proc::v3::{
+    HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
+};
 use parking_lot::Mutex;
 use serde_json::json;
 use tokio::task::JoinHandle;
@@ -50,14 +52,21 @@ impl SteadyTraffic {
     /// Starts it; each exchange has to be sent to one of the endpoints.
     pub(crate) async fn start(router: &RouterProcess, endpoints: &[&str]) -> anyhow::Result<Self> {
         let channel = channel(router).await?;
-        let endpoints: Vec<String> = endpoints.iter().map(|endpoint| (*endpoint).to_owned()).collect();
+        let endpoints: Vec<String> = endpoints
+            .iter()
+            .map(|endpoint| (*endpoint).to_owned())
+            .collect();
         let counters: Arc<Mutex<TrafficCounters>> = Arc::default();
         let shared = counters.clone();
         let task = tokio::spawn(async move {
             loop {
-                let result = tokio::time::timeout(Duration::from_secs(5), exchange(&channel, "qwen2.5")).await;
+                let result =
+                    tokio::time::timeout(Duration::from_secs(5), exchange(&channel, "qwen2.5"))
+                        .await;
                 let failure = match result {
-                    Ok(Ok(reply)) if endpoints.iter().any(|endpoint| reply.contains(endpoint)) => None,
+                    Ok(Ok(reply)) if endpoints.iter().any(|endpoint| reply.contains(endpoint)) => {
+                        None
+                    }
                     Ok(Ok(reply)) => Some(reply),
                     Ok(Err(error)) => Some(format!("{error:?}")),
                     Err(_) => Some("no reply within 5 s".to_owned()),
@@ -84,8 +93,13 @@ impl SteadyTraffic {
 
 /// The request body that the engine gets, if the reply has one.
 fn sent_body(reply: &ProcessingResponse) -> String {
-    let Some(Reply::RequestBody(body)) = &reply.response else { return String::new() };
-    let mutation = body.response.as_ref().and_then(|response| response.body_mutation.as_ref());
+    let Some(Reply::RequestBody(body)) = &reply.response else {
+        return String::new();
+    };
+    let mutation = body
+        .response
+        .as_ref()
+        .and_then(|response| response.body_mutation.as_ref());
     let bytes = match mutation.and_then(|mutation| mutation.mutation.as_ref()) {
         Some(Mutation::Body(bytes)) => bytes.as_slice(),
         Some(Mutation::StreamedResponse(part)) => part.body.as_slice(),
@@ -95,7 +109,11 @@ fn sent_body(reply: &ProcessingResponse) -> String {
 }
 
 async fn channel(router: &RouterProcess) -> anyhow::Result<Channel> {
-    Ok(Endpoint::from_shared(format!("http://127.0.0.1:{}", router.ext_proc))?.connect().await?)
+    Ok(
+        Endpoint::from_shared(format!("http://127.0.0.1:{}", router.ext_proc))?
+            .connect()
+            .await?,
+    )
 }
 
 /// Routes one completion; warmroute's replies as text.
@@ -109,20 +127,40 @@ async fn exchange(channel: &Channel, model: &str) -> anyhow::Result<String> {
         raw_value: value.as_bytes().to_vec(),
         ..HeaderValue::default()
     };
-    let head = [(":method", "POST"), (":path", "/v1/completions"), ("content-type", "application/json")];
+    let head = [
+        (":method", "POST"),
+        (":path", "/v1/completions"),
+        ("content-type", "application/json"),
+    ];
     let headers = HttpHeaders {
-        headers: Some(HeaderMap { headers: head.into_iter().map(header).collect() }),
+        headers: Some(HeaderMap {
+            headers: head.into_iter().map(header).collect(),
+        }),
         ..HttpHeaders::default()
     };
     let body = json!({"model": model, "prompt": "hello"}).to_string();
-    let body = HttpBody { body: body.into_bytes(), end_of_stream: true, ..HttpBody::default() };
-    let messages = [Message::RequestHeaders(headers), Message::RequestBody(body)]
-        .map(|message| ProcessingRequest { request: Some(message), ..ProcessingRequest::default() });
+    let body = HttpBody {
+        body: body.into_bytes(),
+        end_of_stream: true,
+        ..HttpBody::default()
+    };
+    let messages = [Message::RequestHeaders(headers), Message::RequestBody(body)].map(|message| {
+        ProcessingRequest {
+            request: Some(message),
+            ..ProcessingRequest::default()
+        }
+    });
     let mut client = ExternalProcessorClient::new(channel.clone());
-    let mut replies = client.process(tokio_stream::iter(messages)).await?.into_inner();
+    let mut replies = client
+        .process(tokio_stream::iter(messages))
+        .await?
+        .into_inner();
     let mut text = String::new();
     for _ in 0..2 {
-        let reply = replies.message().await?.context("the stream ended without a reply")?;
+        let reply = replies
+            .message()
+            .await?
+            .context("the stream ended without a reply")?;
         text.push_str(&format!("{reply:?}\n{}\n", sent_body(&reply)));
     }
     Ok(text)

@@ -66,9 +66,21 @@ fn encoder(vision: bool) -> Arc<Encoder> {
         max_pixels: None,
     };
     // Where the captured engine's model lay.
-    let media = MediaConfig { model: Some("models/tiny-qwen2vl".into()), image: Some(image), ..MediaConfig::default() };
-    let traits = Traits { name: "vision".into(), media: vision.then_some(media), ..Traits::default() };
-    let files = Config { tokenizer: root.join(TOKENIZER), tokenizer_config: config, chat_template: None };
+    let media = MediaConfig {
+        model: Some("models/tiny-qwen2vl".into()),
+        image: Some(image),
+        ..MediaConfig::default()
+    };
+    let traits = Traits {
+        name: "vision".into(),
+        media: vision.then_some(media),
+        ..Traits::default()
+    };
+    let files = Config {
+        tokenizer: root.join(TOKENIZER),
+        tokenizer_config: config,
+        chat_template: None,
+    };
     let encoder = Encoder::load_as(&files, &traits).unwrap();
     assert_eq!(encoder.quicken(), Ok(()));
     Arc::new(encoder)
@@ -78,8 +90,18 @@ fn intake(block_size: BlockSize, media: MediaTokens, encoders: &[Arc<Encoder>; 2
     let mut models = Models::default();
     for (name, vision) in [("tiny-qwen", 0), ("tiny-gemma3", 0), ("tiny-qwen2vl", 1)] {
         let encoder = Some(encoders[vision].clone());
-        let model = Model { name: name.into(), block_size, windows: Windows::Plain, media, encoder };
-        let adapters = if name == "tiny-qwen" { vec!["lora-x".into(), "lora-y".into()] } else { vec![] };
+        let model = Model {
+            name: name.into(),
+            block_size,
+            windows: Windows::Plain,
+            media,
+            encoder,
+        };
+        let adapters = if name == "tiny-qwen" {
+            vec!["lora-x".into(), "lora-y".into()]
+        } else {
+            vec![]
+        };
         models.add(model, &[], &adapters);
     }
     Intake::new(Parts {
@@ -90,7 +112,11 @@ fn intake(block_size: BlockSize, media: MediaTokens, encoders: &[Arc<Encoder>; 2
         rewrites: warmroute::intake::Rewrites::default(),
         rewrite_headers: Vec::new(),
         cluster: Default::default(),
-        limits: Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) },
+        limits: Limits {
+            inline: 1 << 20,
+            queue: 1,
+            deadline: Duration::from_secs(60),
+        },
         tracking: TrackingHash::Public,
         sessions: None,
         shared: None,
@@ -115,16 +141,23 @@ impl Seen {
             let rank = batch.rank.unwrap_or_default();
             ranks.push(rank);
             let (index, size, media) = (&self.index, self.block_size, self.media);
-            let (writer, normalizer) =
-                self.ranks.entry(rank).or_insert_with(|| (index.join(Slot(rank)), Normalizer::new(size, media)));
+            let (writer, normalizer) = self
+                .ranks
+                .entry(rank)
+                .or_insert_with(|| (index.join(Slot(rank)), Normalizer::new(size, media)));
             for event in &batch.events {
                 match normalizer.convert(event) {
                     Converted::Event(event) | Converted::Group(_, event) => {
                         // Equal blocks are stored anew, and of what came before the capture's gaps nothing is known.
                         let outcome = writer.apply(&event);
-                        assert!(!matches!(outcome, Outcome::TooManyGroups | Outcome::TooManyWaiting), "{outcome:?}");
+                        assert!(
+                            !matches!(outcome, Outcome::TooManyGroups | Outcome::TooManyWaiting),
+                            "{outcome:?}"
+                        );
                     }
-                    Converted::Regrouped(..) | Converted::Resized(_) => panic!("blocks of another size"),
+                    Converted::Regrouped(..) | Converted::Resized(_) => {
+                        panic!("blocks of another size")
+                    }
                     Converted::Filtered(reason) => panic!("{reason:?}"),
                 }
             }
@@ -137,12 +170,18 @@ impl Seen {
         let mut found = false;
         for payload in payloads {
             let batch = wire::decode(&super::bytes(payload)).unwrap();
-            let Some(at) = batch.events.iter().position(|event| matches!(event, wire::Event::Cleared { .. })) else {
+            let Some(at) = batch
+                .events
+                .iter()
+                .position(|event| matches!(event, wire::Event::Cleared { .. }))
+            else {
                 continue;
             };
             let (writer, normalizer) = self.ranks.get_mut(&batch.rank.unwrap_or_default()).unwrap();
             for event in &batch.events[..=at] {
-                let Converted::Event(event) = normalizer.convert(event) else { panic!("{event:?}") };
+                let Converted::Event(event) = normalizer.convert(event) else {
+                    panic!("{event:?}")
+                };
                 writer.apply(&event);
             }
             found = true;
@@ -181,16 +220,24 @@ struct Count {
 fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Count> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/sessions.json.gz");
     let mut json = Vec::new();
-    GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_end(&mut json).unwrap();
+    GzDecoder::new(std::fs::File::open(file).unwrap())
+        .read_to_end(&mut json)
+        .unwrap();
     let sessions: Vec<Session> = serde_json::from_slice(&json).unwrap();
     let mut counts: BTreeMap<String, Count> = BTreeMap::new();
     for session in &sessions {
         let block_size = BlockSize::new(session.block_size).unwrap();
         let intake = intake(block_size, media, encoders);
-        let mut seen = Seen { index: PrefixIndex::new(), ranks: BTreeMap::new(), block_size, media };
+        let mut seen = Seen {
+            index: PrefixIndex::new(),
+            ranks: BTreeMap::new(),
+            block_size,
+            media,
+        };
         let mut reset = false;
         for request in &session.requests {
-            let (Some(cached), Some(length)) = (request.cached_tokens, request.prompt_tokens) else {
+            let (Some(cached), Some(length)) = (request.cached_tokens, request.prompt_tokens)
+            else {
                 // The engine tells of it only with its next batch.
                 reset |= request.path == "/reset_prefix_cache";
                 continue;
@@ -200,8 +247,14 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
             let body = serde_json::to_vec(&request.request).unwrap();
             let taken = intake.take_now(None, &request.path, &|_| None, &body);
             let label = format!("{} of {}", request.scenario, session.instance);
-            let Prompt::Hashed(prompts) = &taken.request.prompt else { panic!("{label}: {:?}", taken.request.prompt) };
-            assert_eq!(prompts.iter().map(|prompt| prompt.tokens()).sum::<usize>(), length, "{label}");
+            let Prompt::Hashed(prompts) = &taken.request.prompt else {
+                panic!("{label}: {:?}", taken.request.prompt)
+            };
+            assert_eq!(
+                prompts.iter().map(|prompt| prompt.tokens()).sum::<usize>(),
+                length,
+                "{label}"
+            );
             if let Some(engine) = &request.engine {
                 assert_eq!(taken.tokens, [engine.as_slice()], "{label}");
                 count.by_tokens += 1;
@@ -210,8 +263,11 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
                 seen.clear(&request.payloads);
                 count.after_reset += 1;
             }
-            let before: BTreeMap<u32, usize> =
-                seen.ranks.keys().map(|&rank| (rank, seen.reusable(&taken.request.prompt, rank))).collect();
+            let before: BTreeMap<u32, usize> = seen
+                .ranks
+                .keys()
+                .map(|&rank| (rank, seen.reusable(&taken.request.prompt, rank)))
+                .collect();
             let ranks = seen.apply(&request.payloads);
             // Which rank served is told by the events that followed; where none did, all ranks that exist must agree.
             let mut foreseen: Vec<usize> = match ranks.first().or(request.rank.as_ref()) {
@@ -224,7 +280,12 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
             let mut foreseen = foreseen[0];
             if request.request["n"].as_u64().is_some_and(|n| n > 1) {
                 // Of several answers to one prompt the engine reports one that found what the first had stored.
-                let [rank] = ranks.iter().collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()[..] else {
+                let [rank] = ranks
+                    .iter()
+                    .collect::<BTreeSet<_>>()
+                    .into_iter()
+                    .collect::<Vec<_>>()[..]
+                else {
                     panic!("{label}: events of {ranks:?}")
                 };
                 foreseen = seen.reusable(&taken.request.prompt, *rank);
@@ -232,10 +293,12 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
             }
             match foreseen.cmp(&cached) {
                 std::cmp::Ordering::Equal => count.equal += 1,
-                std::cmp::Ordering::Greater => {
-                    count.over.push(format!("{label}: {foreseen} foreseen, {cached} cached"))
-                }
-                std::cmp::Ordering::Less => count.under.push(format!("{label}: {foreseen} foreseen, {cached} cached")),
+                std::cmp::Ordering::Greater => count
+                    .over
+                    .push(format!("{label}: {foreseen} foreseen, {cached} cached")),
+                std::cmp::Ordering::Less => count
+                    .under
+                    .push(format!("{label}: {foreseen} foreseen, {cached} cached")),
             }
         }
     }
@@ -245,11 +308,28 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
 #[test]
 fn what_is_foreseen_of_every_captured_request_is_what_its_engine_found_cached() {
     let encoders = [encoder(false), encoder(true)];
-    for media in [MediaTokens::default(), MediaTokens { image: Some(IMAGE), video: None }] {
+    for media in [
+        MediaTokens::default(),
+        MediaTokens {
+            image: Some(IMAGE),
+            video: None,
+        },
+    ] {
         let counts = play(media, &encoders);
-        let mut report = format!("\nreusable tokens, foreseen against cached_tokens (images: {:?})\n", media.image);
+        let mut report = format!(
+            "\nreusable tokens, foreseen against cached_tokens (images: {:?})\n",
+            media.image
+        );
         for (scenario, count) in &counts {
-            let Count { requests, equal, by_tokens, over, under, after_reset, siblings } = count;
+            let Count {
+                requests,
+                equal,
+                by_tokens,
+                over,
+                under,
+                after_reset,
+                siblings,
+            } = count;
             report += &format!(
                 "scenarios {scenario}: {requests} requests, {equal} equal, {} over, {} under; {by_tokens} with the engine's token \
                  ids, all equal; of the equal ones {after_reset} with a reset not yet announced taken into account, {siblings} with \
@@ -261,7 +341,10 @@ fn what_is_foreseen_of_every_captured_request_is_what_its_engine_found_cached() 
         }
         // Straight to the terminal: what tests print by macros is shown only when they fail.
         std::io::stderr().write_all(report.as_bytes()).unwrap();
-        assert_eq!(counts.keys().map(String::as_str).collect::<Vec<_>>(), ["a", "b", "c", "d", "e", "f"]);
+        assert_eq!(
+            counts.keys().map(String::as_str).collect::<Vec<_>>(),
+            ["a", "b", "c", "d", "e", "f"]
+        );
         for (scenario, count) in &counts {
             assert!(count.over.is_empty(), "{scenario}: {:?}", count.over);
             assert!(count.under.is_empty(), "{scenario}: {:?}", count.under);

@@ -73,16 +73,44 @@ impl Picker {
         kubeconfig["contexts"][0]["context"]["namespace"] = json!("another");
         let file = dir.path().join("kubeconfig");
         std::fs::write(&file, kubeconfig.to_string()).unwrap();
-        let ports = [FreePort::find().unwrap(), FreePort::find().unwrap(), FreePort::find().unwrap()];
+        let ports = [
+            FreePort::find().unwrap(),
+            FreePort::find().unwrap(),
+            FreePort::find().unwrap(),
+        ];
         let [grpc, health, metrics] = ports.map(FreePort::release);
         let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command.args(["--pool-name", POOL, "--pool-namespace", NAMESPACE, "--v", "4", "--zap-encoder", "json"]);
-        command.args(["--grpc-port", &grpc.to_string(), "--grpc-health-port", &health.to_string()]);
+        command.args([
+            "--pool-name",
+            POOL,
+            "--pool-namespace",
+            NAMESPACE,
+            "--v",
+            "4",
+            "--zap-encoder",
+            "json",
+        ]);
+        command.args([
+            "--grpc-port",
+            &grpc.to_string(),
+            "--grpc-health-port",
+            &health.to_string(),
+        ]);
         // Only so that several can be on one machine.
-        command.args(["--metrics-port", &metrics.to_string()]).args(more);
-        command.current_dir(dir.path()).env("KUBECONFIG", file).env_remove("RUST_LOG");
+        command
+            .args(["--metrics-port", &metrics.to_string()])
+            .args(more);
+        command
+            .current_dir(dir.path())
+            .env("KUBECONFIG", file)
+            .env_remove("RUST_LOG");
         let child = Child::spawn("warmroute", &command, dir.path()).unwrap();
-        Self { child, grpc, health, _dir: dir }
+        Self {
+            child,
+            grpc,
+            health,
+            _dir: dir,
+        }
     }
 
     pub(crate) fn log(&self) -> String {
@@ -91,17 +119,34 @@ impl Picker {
 
     /// What the health port says of a name, in plaintext, as kubelets ask; none: nothing, or nobody is there.
     pub(crate) async fn health(&self, name: &str) -> Option<ServingStatus> {
-        let channel =
-            Endpoint::from_shared(format!("http://127.0.0.1:{}", self.health)).unwrap().connect().await.ok()?;
-        let asked = HealthCheckRequest { service: name.to_owned() };
-        Some(HealthClient::new(channel).check(asked).await.ok()?.into_inner().status())
+        let channel = Endpoint::from_shared(format!("http://127.0.0.1:{}", self.health))
+            .unwrap()
+            .connect()
+            .await
+            .ok()?;
+        let asked = HealthCheckRequest {
+            service: name.to_owned(),
+        };
+        Some(
+            HealthClient::new(channel)
+                .check(asked)
+                .await
+                .ok()?
+                .into_inner()
+                .status(),
+        )
     }
 
     /// What a TLS handshake on the ext_proc port agrees on, and how many certificates it shows.
-    pub(crate) async fn handshake(&self, protocol: &str) -> std::io::Result<(Option<Vec<u8>>, usize)> {
+    pub(crate) async fn handshake(
+        &self,
+        protocol: &str,
+    ) -> std::io::Result<(Option<Vec<u8>>, usize)> {
         let socket = TcpStream::connect((Ipv4Addr::LOCALHOST, self.grpc)).await?;
         let connector = TlsConnector::from(clients::client(None, None, protocol));
-        let socket = connector.connect(ServerName::try_from("warmroute").unwrap(), socket).await?;
+        let socket = connector
+            .connect(ServerName::try_from("warmroute").unwrap(), socket)
+            .await?;
         let (_, session) = socket.get_ref();
         let certificates = session.peer_certificates().map_or(0, <[_]>::len);
         Ok((session.alpn_protocol().map(<[u8]>::to_vec), certificates))
@@ -118,7 +163,8 @@ impl Backend {
     pub(crate) async fn start(address: SocketAddr) -> Self {
         let listener = TcpListener::bind(address).await.unwrap();
         let app = Router::new().fallback(move |headers| echo(address, headers));
-        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
         Self { address, task }
     }
 }
@@ -132,11 +178,18 @@ impl Drop for Backend {
 async fn echo(address: SocketAddr, headers: HeaderMap) -> impl IntoResponse {
     let mut answer = HeaderMap::new();
     // As `name:value`, and a value has points in it.
-    let asked = headers.get("x-echo-set-header").and_then(|asked| asked.to_str().unwrap().split_once(':'));
+    let asked = headers
+        .get("x-echo-set-header")
+        .and_then(|asked| asked.to_str().unwrap().split_once(':'));
     if let Some((name, value)) = asked {
-        answer.insert(HeaderName::try_from(name).unwrap(), HeaderValue::from_str(value).unwrap());
+        answer.insert(
+            HeaderName::try_from(name).unwrap(),
+            HeaderValue::from_str(value).unwrap(),
+        );
     }
-    let destination = headers.get("x-gateway-destination-endpoint").map(|value| value.to_str().unwrap().to_owned());
+    let destination = headers
+        .get("x-gateway-destination-endpoint")
+        .map(|value| value.to_str().unwrap().to_owned());
     let said = json!({"address": address, "destination": destination, "asked": asked.map(|(_, value)| value)});
     (answer, axum::Json(said))
 }
@@ -161,13 +214,23 @@ pub(crate) struct Gateway {
 impl Gateway {
     pub(crate) async fn start(grpc: u16, backends: &[Backend]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let [port, admin_port] = [FreePort::find().unwrap(), FreePort::find().unwrap()].map(FreePort::release);
-        let standalone = Standalone { run_dir: dir.path(), port, admin_port };
+        let [port, admin_port] =
+            [FreePort::find().unwrap(), FreePort::find().unwrap()].map(FreePort::release);
+        let standalone = Standalone {
+            run_dir: dir.path(),
+            port,
+            admin_port,
+        };
         let shipped = standalone.config_of("gateway-api", &[]).unwrap();
         let shipped = shipped.replace(" message_timeout: 1s", " message_timeout: 30s");
         let mut config: Value = serde_saphyr::from_str(&shipped).unwrap();
-        let clusters = config["static_resources"]["clusters"].as_array_mut().unwrap();
-        let ext_proc = clusters.iter_mut().find(|cluster| cluster["name"] == "ext_proc").unwrap();
+        let clusters = config["static_resources"]["clusters"]
+            .as_array_mut()
+            .unwrap();
+        let ext_proc = clusters
+            .iter_mut()
+            .find(|cluster| cluster["name"] == "ext_proc")
+            .unwrap();
         ext_proc["connect_timeout"] = json!("10s");
         ext_proc["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"] =
             json!({"socket_address": {"address": "127.0.0.1", "port_value": grpc}});
@@ -180,25 +243,40 @@ impl Gateway {
         });
         let all: Vec<SocketAddr> = backends.iter().map(|backend| backend.address).collect();
         envoy::write_endpoints(&standalone.endpoint_file(), &all).unwrap();
-        let child = envoy::start(&config.to_string(), dir.path(), 1).await.unwrap();
+        let child = envoy::start(&config.to_string(), dir.path(), 1)
+            .await
+            .unwrap();
         let http = warmroute::tls::client().timeout(SOON).build().unwrap();
-        Self { _envoy: child, url: standalone.url("/v1/completions"), http, _dir: dir }
+        Self {
+            _envoy: child,
+            url: standalone.url("/v1/completions"),
+            http,
+            _dir: dir,
+        }
     }
 
     /// A request as the conformance tests send it, with their header that names endpoints, or without.
     pub(crate) async fn ask(&self, selection: Option<&str>) -> Answer {
         let body = json!({"model": "conformance-fake-model", "prompt": "Write as if you were a critic: San Francisco"});
-        self.answer(self.http.post(&self.url).json(&body), selection).await
+        self.answer(self.http.post(&self.url).json(&body), selection)
+            .await
     }
 
     async fn answer(&self, request: reqwest::RequestBuilder, selection: Option<&str>) -> Answer {
-        let request =
-            selection.into_iter().fold(request, |request, to| request.header("test-epp-endpoint-selection", to));
+        let request = selection.into_iter().fold(request, |request, to| {
+            request.header("test-epp-endpoint-selection", to)
+        });
         let answer = request.send().await.unwrap();
         let served = answer.headers().get("x-conformance-test-served-endpoint");
-        let served = served.map(|served| served.to_str().unwrap().to_owned()).unwrap_or_default();
+        let served = served
+            .map(|served| served.to_str().unwrap().to_owned())
+            .unwrap_or_default();
         let status = answer.status().as_u16();
-        Answer { status, served, backend: answer.json().await.unwrap_or_default() }
+        Answer {
+            status,
+            served,
+            backend: answer.json().await.unwrap_or_default(),
+        }
     }
 
     /// Insists that requests with and without a body go to one of `allowed`, that all say so alike, and that each of them has
@@ -207,13 +285,25 @@ impl Gateway {
         let mut seen = std::collections::BTreeSet::new();
         for turn in 0..40 {
             let answer = match turn % 4 {
-                0 => self.answer(self.http.get(self.url.replace("completions", "models")), selection).await,
+                0 => {
+                    self.answer(
+                        self.http.get(self.url.replace("completions", "models")),
+                        selection,
+                    )
+                    .await
+                }
                 _ => self.ask(selection).await,
             };
             assert_eq!(answer.status, 200, "{selection:?}: {answer:?}");
-            assert!(allowed.contains(&&*answer.served), "{selection:?}: {answer:?}");
+            assert!(
+                allowed.contains(&&*answer.served),
+                "{selection:?}: {answer:?}"
+            );
             for said in ["address", "destination", "asked"] {
-                assert_eq!(answer.backend[said], answer.served, "{said}, {selection:?}: {answer:?}");
+                assert_eq!(
+                    answer.backend[said], answer.served,
+                    "{said}, {selection:?}: {answer:?}"
+                );
             }
             seen.insert(answer.served);
         }

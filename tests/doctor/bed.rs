@@ -26,7 +26,10 @@ pub(crate) struct Plan {
 
 impl Plan {
     pub(crate) fn with(args: &[&str]) -> Self {
-        Self { args: args.iter().map(|arg| (*arg).to_owned()).collect(), ..Self::default() }
+        Self {
+            args: args.iter().map(|arg| (*arg).to_owned()).collect(),
+            ..Self::default()
+        }
     }
 }
 
@@ -52,15 +55,37 @@ fn pair() -> u16 {
 impl Bed {
     pub(crate) async fn start(plan: Plan) -> Self {
         let tests = std::env::current_exe().unwrap();
-        let binary = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
-        assert!(binary.exists(), "{} is missing: cargo build --example engine_sim", binary.display());
-        let dir = tempfile::Builder::new().prefix("doctor-").tempdir().unwrap();
+        let binary = tests
+            .parent()
+            .unwrap()
+            .with_file_name("examples")
+            .join("engine_sim");
+        assert!(
+            binary.exists(),
+            "{} is missing: cargo build --example engine_sim",
+            binary.display()
+        );
+        let dir = tempfile::Builder::new()
+            .prefix("doctor-")
+            .tempdir()
+            .unwrap();
         let (events, replay, http) = (pair(), pair(), FreePort::find().unwrap().release());
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, http));
         let mut command = Command::new(binary);
-        command.args(["--listen", &address.to_string(), "--model", MODEL, "--speed", "50"]);
-        command.arg("--tokenizer").arg(model_file("tokenizer.json.gz"));
-        command.arg("--tokenizer-config").arg(model_file("tokenizer_config.json"));
+        command.args([
+            "--listen",
+            &address.to_string(),
+            "--model",
+            MODEL,
+            "--speed",
+            "50",
+        ]);
+        command
+            .arg("--tokenizer")
+            .arg(model_file("tokenizer.json.gz"));
+        command
+            .arg("--tokenizer-config")
+            .arg(model_file("tokenizer_config.json"));
         if !plan.silent {
             command.args(["--events-endpoint", &format!("tcp://127.0.0.1:{events}")]);
             command.args(["--replay-endpoint", &format!("tcp://127.0.0.1:{replay}")]);
@@ -70,8 +95,20 @@ impl Bed {
         }
         command.args(&plan.args);
         let child = Child::spawn("engine", &command, dir.path()).unwrap();
-        ports::wait_ready(Ready::Http(&format!("http://{address}/health")), START, &child).await.unwrap();
-        Self { _child: child, dir, address, events, replay }
+        ports::wait_ready(
+            Ready::Http(&format!("http://{address}/health")),
+            START,
+            &child,
+        )
+        .await
+        .unwrap();
+        Self {
+            _child: child,
+            dir,
+            address,
+            events,
+            replay,
+        }
     }
 
     /// The configuration that fits an engine as it is started here.
@@ -110,7 +147,11 @@ pub(crate) fn write(dir: &Path, config: &Value) -> PathBuf {
 /// Runs the command.
 pub(crate) async fn doctor(file: &Path, more: &[&str]) -> Examined {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    command.args(["doctor", "--json", "--patience", "3s", "--config"]).arg(file).args(more).kill_on_drop(true);
+    command
+        .args(["doctor", "--json", "--patience", "3s", "--config"])
+        .arg(file)
+        .args(more)
+        .kill_on_drop(true);
     Examined::read(&command.output().await.unwrap())
 }
 
@@ -123,24 +164,41 @@ pub(crate) struct Examined {
 
 impl Examined {
     pub(crate) fn read(output: &std::process::Output) -> Self {
-        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let (out, err) = (
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr),
+        );
         let said: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
         let code = output.status.code().unwrap();
         assert_eq!(said["exit_code"], code, "{said}");
-        Self { code, findings: said["findings"].as_array().unwrap().clone() }
+        Self {
+            code,
+            findings: said["findings"].as_array().unwrap().clone(),
+        }
     }
 
     /// Level and check of everything that is wrong, in order.
     pub(crate) fn wrong(&self) -> Vec<(&str, &str)> {
-        let all = self.findings.iter().map(|one| (one["level"].as_str().unwrap(), one["check"].as_str().unwrap()));
-        let mut wrong: Vec<_> = all.filter(|(level, _)| matches!(*level, "error" | "warning")).collect();
+        let all = self.findings.iter().map(|one| {
+            (
+                one["level"].as_str().unwrap(),
+                one["check"].as_str().unwrap(),
+            )
+        });
+        let mut wrong: Vec<_> = all
+            .filter(|(level, _)| matches!(*level, "error" | "warning"))
+            .collect();
         wrong.sort_unstable();
         wrong
     }
 
     /// Mends, in order of the list.
     pub(crate) fn mends(&self) -> String {
-        self.findings.iter().filter_map(|one| one["mend"].as_str()).collect::<Vec<_>>().join("\n")
+        self.findings
+            .iter()
+            .filter_map(|one| one["mend"].as_str())
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 
     /// Exactly these are wrong, with these words among the mends, and the exit code says so.

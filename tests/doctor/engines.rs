@@ -22,7 +22,13 @@ fn fault(
     expected: &'static [(&'static str, &'static str)],
     words: &'static [&'static str],
 ) -> Fault {
-    Fault { name, plan, config: as_it_is, expected, words }
+    Fault {
+        name,
+        plan,
+        config: as_it_is,
+        expected,
+        words,
+    }
 }
 
 /// The engine is one that prefills.
@@ -41,7 +47,11 @@ fn faults() -> Vec<Fault> {
         fault(
             "without prefix caching",
             Plan::with(&["--no-prefix-caching"]),
-            &[("error", "engine.prefix_caching"), ("error", "canary.reused"), ("error", "events.arrive")],
+            &[
+                ("error", "engine.prefix_caching"),
+                ("error", "canary.reused"),
+                ("error", "events.arrive"),
+            ],
             &["start the engine with `--enable-prefix-caching`"],
         ),
         fault(
@@ -52,7 +62,10 @@ fn faults() -> Vec<Fault> {
         ),
         fault(
             "without events",
-            Plan { silent: true, ..Plan::default() },
+            Plan {
+                silent: true,
+                ..Plan::default()
+            },
             &[("error", "events.published"), ("error", "events.replay")],
             &[
                 "--kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \"endpoint\": \"tcp://*:",
@@ -62,20 +75,37 @@ fn faults() -> Vec<Fault> {
             config: |_, config| config["workers"][0]["kv_events"] = Value::Null,
             ..fault(
                 "without events, and none expected",
-                Plan { silent: true, ..Plan::default() },
+                Plan {
+                    silent: true,
+                    ..Plan::default()
+                },
                 &[("warning", "events.configured")],
                 &["and write `kv_events: {endpoint: \"tcp://127.0.0.1:5557\""],
             )
         },
         fault(
             "a publisher that connects where we connect too",
-            Plan { connects: true, ..Plan::default() },
+            Plan {
+                connects: true,
+                ..Plan::default()
+            },
             &[("error", "events.attached")],
-            &["\"endpoint\": \"tcp://*:", "or write `attach: bind` in the `kv_events` of worker 1"],
+            &[
+                "\"endpoint\": \"tcp://*:",
+                "or write `attach: bind` in the `kv_events` of worker 1",
+            ],
         ),
         Fault {
             config: |_, config| config["workers"][0]["kv_events"]["attach"] = json!("bind"),
-            ..fault("a publisher that connects to us", Plan { connects: true, ..Plan::default() }, &[], &[])
+            ..fault(
+                "a publisher that connects to us",
+                Plan {
+                    connects: true,
+                    ..Plan::default()
+                },
+                &[],
+                &[],
+            )
         },
         fault(
             "another chat template",
@@ -83,14 +113,22 @@ fn faults() -> Vec<Fault> {
             &[("error", "engine.tokenizer")],
             &["`chat_template` where the engine runs with `--chat-template`"],
         ),
-        fault("another topic", Plan::with(&["--topic", "kv@inst-a@qwen"]), &[], &[]),
+        fault(
+            "another topic",
+            Plan::with(&["--topic", "kv@inst-a@qwen"]),
+            &[],
+            &[],
+        ),
         Fault {
             config: |_, config| prefilling(config, "call"),
             ..fault(
                 "a prefill worker that hands nothing over, and nobody who decodes",
                 Plan::default(),
                 &[("error", "engine.handover"), ("warning", "config.prefill")],
-                &["--kv-transfer-config '{\"kv_connector\":\"NixlConnector\"", "write `role: decode` for some of them"],
+                &[
+                    "--kv-transfer-config '{\"kv_connector\":\"NixlConnector\"",
+                    "write `role: decode` for some of them",
+                ],
             )
         },
         Fault {
@@ -134,8 +172,10 @@ fn faults() -> Vec<Fault> {
         ),
         Fault {
             config: |bed, config| {
-                config["workers"][0]["kv_events"]["endpoint"] = json!(format!("tcp://127.0.0.1:{}", bed.events + 1));
-                config["workers"][0]["kv_events"]["replay"] = json!(format!("tcp://127.0.0.1:{}", bed.replay + 1));
+                config["workers"][0]["kv_events"]["endpoint"] =
+                    json!(format!("tcp://127.0.0.1:{}", bed.events + 1));
+                config["workers"][0]["kv_events"]["replay"] =
+                    json!(format!("tcp://127.0.0.1:{}", bed.replay + 1));
                 config["workers"][0]["data_parallel"] = json!({"start": 0, "size": 1});
             },
             ..fault(
@@ -147,7 +187,12 @@ fn faults() -> Vec<Fault> {
         },
         Fault {
             config: |_, config| config["workers"][0]["data_parallel"] = json!({"size": 2}),
-            ..fault("two ranks, as configured", Plan::with(&["--dp-size", "2"]), &[], &[])
+            ..fault(
+                "two ranks, as configured",
+                Plan::with(&["--dp-size", "2"]),
+                &[],
+                &[],
+            )
         },
         fault(
             "an adapter that nobody knows",
@@ -184,7 +229,9 @@ async fn each_engine_that_was_started_wrongly_is_found_and_mended() {
         let bed = Bed::start(fault.plan).await;
         let mut config = bed.config();
         (fault.config)(&bed, &mut config);
-        bed.examine(&config, &[]).await.assert(fault.name, fault.expected, fault.words);
+        bed.examine(&config, &[])
+            .await
+            .assert(fault.name, fault.expected, fault.words);
     });
     assert_eq!(examined.buffer_unordered(3).count().await, count);
 }
@@ -195,8 +242,21 @@ async fn without_a_canary_no_completion_is_computed() {
     let bed = Bed::start(Plan::with(&["--no-prompt-tokens-details"])).await;
     let examined = bed.examine(&bed.config(), &["--no-canary"]).await;
     examined.assert("no canary", &[], &[]);
-    let told = examined.findings.iter().filter(|one| one["check"].as_str().unwrap().starts_with("canary")).count();
+    let told = examined
+        .findings
+        .iter()
+        .filter(|one| one["check"].as_str().unwrap().starts_with("canary"))
+        .count();
     assert_eq!(told, 0);
-    let state: Value = reqwest::get(format!("http://{}/sim/state", bed.address)).await.unwrap().json().await.unwrap();
-    assert_eq!(state["ranks"][0]["cached"].as_array().unwrap().len(), 0, "{state}");
+    let state: Value = reqwest::get(format!("http://{}/sim/state", bed.address))
+        .await
+        .unwrap()
+        .json()
+        .await
+        .unwrap();
+    assert_eq!(
+        state["ranks"][0]["cached"].as_array().unwrap().len(),
+        0,
+        "{state}"
+    );
 }

@@ -39,8 +39,9 @@ fn tell(envoy: &EnvoyConfig, workers: &[Worker], config: &Config) -> (Arc<Envoys
     let routes = Discovery::new(envoys.clone(), closing.clone()).beside(Routes::default());
     let socket = UnixListener::bind(config.listen.unix.as_ref().unwrap()).unwrap();
     let closed = closing.clone().cancelled_owned();
-    let served =
-        Server::builder().add_routes(routes).serve_with_incoming_shutdown(UnixListenerStream::new(socket), closed);
+    let served = Server::builder()
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(UnixListenerStream::new(socket), closed);
     tokio::spawn(served);
     (envoys, closing.drop_guard())
 }
@@ -56,11 +57,22 @@ impl Sides {
     fn shipped(name: &str, dir: &Path) -> Self {
         let (port, admin_port) = (FreePort::find().unwrap(), FreePort::find().unwrap());
         let (port, admin_port) = (port.release(), admin_port.release());
-        let place = Standalone { run_dir: dir, port, admin_port };
-        let by_hand = if name == "route-per-header" { &workers()[..] } else { &[] };
+        let place = Standalone {
+            run_dir: dir,
+            port,
+            admin_port,
+        };
+        let by_hand = if name == "route-per-header" {
+            &workers()[..]
+        } else {
+            &[]
+        };
         let text = place.config_of(name, by_hand).unwrap();
-        let listed: Vec<Value> =
-            workers().iter().zip(1..).map(|(at, id)| json!({"id": id, "endpoint": at.to_string()})).collect();
+        let listed: Vec<Value> = workers()
+            .iter()
+            .zip(1..)
+            .map(|(at, id)| json!({"id": id, "endpoint": at.to_string()}))
+            .collect();
         let mut ours = json!({
             "listen": {"unix": place.ext_proc_socket()},
             "models": [{"name": "m"}],
@@ -74,8 +86,11 @@ impl Sides {
         }
         if let Some(by) = name.strip_prefix("disaggregated-") {
             ours["models"][0]["prefill"] = json!({"by": by});
-            for (worker, role) in
-                ours["workers"].as_array_mut().unwrap().iter_mut().zip(["prefill", "decode", "decode"])
+            for (worker, role) in ours["workers"]
+                .as_array_mut()
+                .unwrap()
+                .iter_mut()
+                .zip(["prefill", "decode", "decode"])
             {
                 worker["role"] = json!(role);
             }
@@ -84,27 +99,51 @@ impl Sides {
             ours["failure"] = json!({"mode": "fail_closed"});
         }
         envoy::write_endpoints(&place.endpoint_file(), &workers()).unwrap();
-        Self { envoy: serde_saphyr::from_str(&text).unwrap(), ours }
+        Self {
+            envoy: serde_saphyr::from_str(&text).unwrap(),
+            ours,
+        }
     }
 
     /// Starts Envoy, and looks at what it says that it does.
     async fn examine(&self, dir: &Path) -> Vec<Finding> {
-        let config = Config::parse(&dir.join("warmroute.yaml"), self.ours.to_string().as_bytes()).unwrap();
-        let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
-        let telling =
-            config.envoy.as_ref().filter(|envoy| envoy.xds.is_some()).map(|envoy| tell(envoy, &workers, &config));
+        let config = Config::parse(
+            &dir.join("warmroute.yaml"),
+            self.ours.to_string().as_bytes(),
+        )
+        .unwrap();
+        let WorkerSource::Fixed(workers) = config.worker_source() else {
+            panic!("another source")
+        };
+        let telling = config
+            .envoy
+            .as_ref()
+            .filter(|envoy| envoy.xds.is_some())
+            .map(|envoy| tell(envoy, &workers, &config));
         let envoy = envoy::start(&self.envoy.to_string(), dir, 1).await.unwrap();
         let address = std::fs::read_to_string(dir.join("envoy-admin")).unwrap();
         let page = format!("http://{address}/config_dump?include_eds");
         if let Some((envoys, _)) = &telling
             && self.envoy.to_string().contains("DELTA_GRPC")
         {
-            let has = async || envoys.listeners().iter().any(|listener| listener.generation.is_some());
-            assert!(until(Duration::from_secs(60), has).await, "{:?}", envoys.listeners());
+            let has = async || {
+                envoys
+                    .listeners()
+                    .iter()
+                    .any(|listener| listener.generation.is_some())
+            };
+            assert!(
+                until(Duration::from_secs(60), has).await,
+                "{:?}",
+                envoys.listeners()
+            );
         }
         let page = reqwest::get(page).await.unwrap().text().await.unwrap();
         drop((envoy, telling));
-        examine(&Dump::read(&page).unwrap(), &Expected::new(&config, &workers))
+        examine(
+            &Dump::read(&page).unwrap(),
+            &Expected::new(&config, &workers),
+        )
     }
 
     fn listener(&mut self) -> &mut Value {
@@ -120,7 +159,10 @@ impl Sides {
     }
 
     fn filter(&mut self, name: &str) -> &mut Value {
-        let found = self.filters().iter_mut().find(|filter| filter["name"] == name);
+        let found = self
+            .filters()
+            .iter_mut()
+            .find(|filter| filter["name"] == name);
         &mut found.unwrap()["typed_config"]
     }
 
@@ -145,8 +187,13 @@ impl Sides {
     }
 
     fn cluster(&mut self, name: &str) -> &mut Value {
-        let clusters = self.envoy["static_resources"]["clusters"].as_array_mut().unwrap();
-        clusters.iter_mut().find(|cluster| cluster["name"] == name).unwrap()
+        let clusters = self.envoy["static_resources"]["clusters"]
+            .as_array_mut()
+            .unwrap();
+        clusters
+            .iter_mut()
+            .find(|cluster| cluster["name"] == name)
+            .unwrap()
     }
 
     fn upstream(&mut self) -> &mut Value {
@@ -160,11 +207,16 @@ impl Sides {
     }
 
     fn policy(&mut self) -> &mut Value {
-        &mut self.cluster("workers")["load_balancing_policy"]["policies"][0]["typed_extension_config"]["typed_config"]
+        &mut self.cluster("workers")["load_balancing_policy"]["policies"][0]["typed_extension_config"]
+            ["typed_config"]
     }
 
     fn without(place: &mut Value, key: &str) {
-        place.as_object_mut().unwrap().remove(key).expect("it is there");
+        place
+            .as_object_mut()
+            .unwrap()
+            .remove(key)
+            .expect("it is there");
     }
 }
 
@@ -186,7 +238,13 @@ const fn standalone(
     expected: &'static [(Level, &'static str)],
     words: &'static str,
 ) -> Fault {
-    Fault { name, file: "standalone", plant, expected, words }
+    Fault {
+        name,
+        file: "standalone",
+        plant,
+        expected,
+        words,
+    }
 }
 
 const fn of(file: &'static str, fault: Fault) -> Fault {
@@ -199,7 +257,11 @@ fn filters() -> Vec<Fault> {
     vec![
         standalone(
             "no filter at all",
-            |sides| sides.filters().retain(|filter| filter["name"] == "envoy.filters.http.router"),
+            |sides| {
+                sides
+                    .filters()
+                    .retain(|filter| filter["name"] == "envoy.filters.http.router")
+            },
             &[(Error, "envoy.filter")],
             "add the filter `envoy.filters.http.ext_proc` and the cluster `ext_proc`",
         ),
@@ -364,7 +426,11 @@ fn probes() -> Vec<Fault> {
         ),
         standalone(
             "a probe that is not there",
-            |sides| sides.filters().retain(|filter| filter["name"] != "first_token_probe"),
+            |sides| {
+                sides
+                    .filters()
+                    .retain(|filter| filter["name"] != "first_token_probe")
+            },
             &[(Warning, "envoy.probe")],
             "take x-warmroute-filter out",
         ),
@@ -389,13 +455,21 @@ fn clusters() -> Vec<Fault> {
         ),
         standalone(
             "breakers of the workers",
-            |sides| sides.cluster("workers")["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1024),
+            |sides| {
+                sides.cluster("workers")["circuit_breakers"]["thresholds"][0]["max_requests"] =
+                    json!(1024)
+            },
             &[(Warning, "envoy.circuit_breakers")],
             "in cluster `workers` write `circuit_breakers",
         ),
         standalone(
             "HTTP/1 to us",
-            |sides| Sides::without(sides.cluster("ext_proc"), "typed_extension_protocol_options"),
+            |sides| {
+                Sides::without(
+                    sides.cluster("ext_proc"),
+                    "typed_extension_protocol_options",
+                )
+            },
             &[(Error, "envoy.http2"), (Warning, "envoy.keepalive")],
             "`typed_extension_protocol_options` as in cluster `ext_proc`",
         ),
@@ -412,9 +486,11 @@ fn clusters() -> Vec<Fault> {
         standalone(
             "plaintext where we want TLS",
             |sides| {
-                sides.ours["listen"] = json!({"tcp": "127.0.0.1:9002", "tls": {"self_signed": true}});
+                sides.ours["listen"] =
+                    json!({"tcp": "127.0.0.1:9002", "tls": {"self_signed": true}});
                 for cluster in ["ext_proc", "first_token_probe"] {
-                    sides.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"] =
+                    sides.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]
+                        ["endpoint"]["address"] =
                         json!({"socket_address": {"address": "127.0.0.1", "port_value": 9002}});
                 }
             },
@@ -424,7 +500,8 @@ fn clusters() -> Vec<Fault> {
         standalone(
             "another key of the metadata",
             |sides| {
-                sides.policy()["override_host_sources"][0]["metadata"]["path"][0]["key"] = json!("x-worker");
+                sides.policy()["override_host_sources"][0]["metadata"]["path"][0]["key"] =
+                    json!("x-worker");
             },
             &[(Error, "envoy.override_host")],
             "`- metadata: {key: envoy.lb, path: [{key: x-gateway-destination-endpoint}]}`",
@@ -432,7 +509,8 @@ fn clusters() -> Vec<Fault> {
         standalone(
             "metadata that is dropped",
             |sides| {
-                sides.main()["metadata_options"]["receiving_namespaces"]["untyped"] = json!(["warmroute"]);
+                sides.main()["metadata_options"]["receiving_namespaces"]["untyped"] =
+                    json!(["warmroute"]);
             },
             &[(Error, "envoy.metadata")],
             "`envoy.lb` into `receiving_namespaces",
@@ -453,7 +531,9 @@ fn clusters() -> Vec<Fault> {
             "subset",
             standalone(
                 "one host per subset",
-                |sides| sides.policy()["subset_selectors"][0]["single_host_per_subset"] = json!(true),
+                |sides| {
+                    sides.policy()["subset_selectors"][0]["single_host_per_subset"] = json!(true)
+                },
                 &[(Error, "envoy.way")],
                 "take `single_host_per_subset` out",
             ),
@@ -462,7 +542,11 @@ fn clusters() -> Vec<Fault> {
             "subset",
             standalone(
                 "nothing makes metadata of the id",
-                |sides| sides.filters().retain(|filter| filter["name"] != "envoy.filters.http.header_to_metadata"),
+                |sides| {
+                    sides
+                        .filters()
+                        .retain(|filter| filter["name"] != "envoy.filters.http.header_to_metadata")
+                },
                 &[(Error, "envoy.way")],
                 "add the filter `envoy.filters.http.header_to_metadata`",
             ),
@@ -483,7 +567,10 @@ fn clusters() -> Vec<Fault> {
             "original-dst",
             standalone(
                 "the address in another header",
-                |sides| sides.cluster("workers")["original_dst_lb_config"]["http_header_name"] = json!("x-where"),
+                |sides| {
+                    sides.cluster("workers")["original_dst_lb_config"]["http_header_name"] =
+                        json!("x-where")
+                },
                 &[(Error, "envoy.way")],
                 "write `http_header_name: x-gateway-destination-endpoint`",
             ),
@@ -552,8 +639,12 @@ fn routes() -> Vec<Fault> {
         standalone(
             "a header is left to clients",
             |sides| {
-                let removed = &mut sides.manager()["early_header_mutation_extensions"][0]["typed_config"]["mutations"];
-                removed.as_array_mut().unwrap().retain(|line| line["remove"] != "x-data-parallel-rank");
+                let removed = &mut sides.manager()["early_header_mutation_extensions"][0]["typed_config"]
+                    ["mutations"];
+                removed
+                    .as_array_mut()
+                    .unwrap()
+                    .retain(|line| line["remove"] != "x-data-parallel-rank");
             },
             &[(Warning, "envoy.client_headers")],
             "write - remove: x-data-parallel-rank",
@@ -592,7 +683,10 @@ fn routes() -> Vec<Fault> {
             "xds",
             standalone(
                 "a cluster that we do not tell of",
-                |sides| sides.cluster("workers")["eds_cluster_config"]["service_name"] = json!("engines"),
+                |sides| {
+                    sides.cluster("workers")["eds_cluster_config"]["service_name"] =
+                        json!("engines")
+                },
                 &[(Error, "envoy.xds"), (Error, "envoy.endpoints")],
                 "`envoy: {cluster: engines}`",
             ),
@@ -618,7 +712,13 @@ fn routes() -> Vec<Fault> {
 /// Prefill and decode on different workers.
 #[expect(clippy::too_many_lines, reason = "a table")]
 fn disaggregated() -> Vec<Fault> {
-    let fault = |name, plant, expected, words| Fault { name, file: "disaggregated-mirror", plant, expected, words };
+    let fault = |name, plant, expected, words| Fault {
+        name,
+        file: "disaggregated-mirror",
+        plant,
+        expected,
+        words,
+    };
     vec![
         fault(
             "nobody gets a copy",
@@ -633,7 +733,12 @@ fn disaggregated() -> Vec<Fault> {
         ),
         fault(
             "a cluster that asks for its own name",
-            |sides| Sides::without(&mut sides.cluster("prefill")["eds_cluster_config"], "service_name"),
+            |sides| {
+                Sides::without(
+                    &mut sides.cluster("prefill")["eds_cluster_config"],
+                    "service_name",
+                )
+            },
             &[(Error, "envoy.endpoints_file")],
             "in the `eds_cluster_config` of cluster `prefill` write `service_name: workers`",
         ),
@@ -647,7 +752,8 @@ fn disaggregated() -> Vec<Fault> {
             "copies to whoever is there",
             |sides| {
                 let policy = &mut sides.cluster("prefill")["load_balancing_policy"]["policies"][0];
-                let fallback = &mut policy["typed_extension_config"]["typed_config"]["fallback_policy"];
+                let fallback =
+                    &mut policy["typed_extension_config"]["typed_config"]["fallback_policy"];
                 fallback["policies"][0]["typed_extension_config"]["typed_config"]["fallback_policy"] =
                     json!("ANY_ENDPOINT");
             },
@@ -665,7 +771,8 @@ fn disaggregated() -> Vec<Fault> {
             |sides| {
                 for route in sides.host()["routes"].as_array_mut().unwrap() {
                     if let Some(policies) = route.pointer_mut("/route/request_mirror_policies") {
-                        policies[0]["runtime_fraction"] = json!({"default_value": {"numerator": 50}});
+                        policies[0]["runtime_fraction"] =
+                            json!({"default_value": {"numerator": 50}});
                     }
                 }
             },
@@ -721,7 +828,10 @@ fn disaggregated() -> Vec<Fault> {
                     sides.main()["max_message_timeout"] = json!("20s");
                     Sides::without(sides.retry_filter(), "max_message_timeout");
                 },
-                &[(Error, "envoy.max_message_timeout"), (Error, "envoy.retry_filter")],
+                &[
+                    (Error, "envoy.max_message_timeout"),
+                    (Error, "envoy.retry_filter"),
+                ],
                 "`max_message_timeout: 41s`",
             ),
         ),
@@ -729,7 +839,9 @@ fn disaggregated() -> Vec<Fault> {
 }
 
 fn wrong(findings: &[Finding]) -> Vec<(Level, &str)> {
-    let bad = findings.iter().filter(|one| matches!(one.level, Level::Error | Level::Warning));
+    let bad = findings
+        .iter()
+        .filter(|one| matches!(one.level, Level::Error | Level::Warning));
     let mut wrong: Vec<_> = bad.map(|one| (one.level, one.check)).collect();
     wrong.sort_unstable();
     wrong
@@ -738,7 +850,10 @@ fn wrong(findings: &[Finding]) -> Vec<(Level, &str)> {
 async fn each(faults: Vec<Fault>) {
     let count = faults.len();
     let examined = stream::iter(faults).map(async |fault| {
-        let dir = tempfile::Builder::new().prefix("doctor-").tempdir().unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("doctor-")
+            .tempdir()
+            .unwrap();
         let mut sides = Sides::shipped(fault.file, dir.path());
         (fault.plant)(&mut sides);
         let found = sides.examine(dir.path()).await;
@@ -746,7 +861,11 @@ async fn each(faults: Vec<Fault>) {
         expected.sort_unstable();
         assert_eq!(wrong(&found), expected, "{}: {found:#?}", fault.name);
         let mends: Vec<_> = found.iter().filter_map(|one| one.mend.as_deref()).collect();
-        assert!(mends.iter().any(|mend| mend.contains(fault.words)), "{}: {mends:#?}", fault.name);
+        assert!(
+            mends.iter().any(|mend| mend.contains(fault.words)),
+            "{}: {mends:#?}",
+            fault.name
+        );
     });
     assert_eq!(examined.buffer_unordered(2).count().await, count);
 }
@@ -755,9 +874,15 @@ async fn each(faults: Vec<Fault>) {
 async fn every_shipped_configuration_is_well() {
     for file in envoy::shipped().unwrap() {
         let name = file.file_stem().unwrap().to_str().unwrap().to_owned();
-        let dir = tempfile::Builder::new().prefix("doctor-").tempdir().unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("doctor-")
+            .tempdir()
+            .unwrap();
         let found = Sides::shipped(&name, dir.path()).examine(dir.path()).await;
-        assert!(found.iter().all(|one| one.level == Level::Ok), "{name}: {found:#?}");
+        assert!(
+            found.iter().all(|one| one.level == Level::Ok),
+            "{name}: {found:#?}"
+        );
         assert!(found.len() > 15, "{name}: {found:#?}");
     }
 }

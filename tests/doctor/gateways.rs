@@ -17,11 +17,18 @@ use Level::{Error, Note, Warning};
 
 /// The generated configuration with ports of this machine, and a name that resolves here in place of warmroute's Service.
 fn generated(name: &str) -> Value {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/gateways").join(format!("{name}.yaml"));
+    let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/data/gateways")
+        .join(format!("{name}.yaml"));
     let text = std::fs::read_to_string(file).unwrap();
-    let text = text.replace("address: warmroute.inference.svc.cluster.local", "address: localhost");
-    let mut config: Value =
-        serde_saphyr::from_str(&text.replace("address: warmroute.inference.svc", "address: localhost")).unwrap();
+    let text = text.replace(
+        "address: warmroute.inference.svc.cluster.local",
+        "address: localhost",
+    );
+    let mut config: Value = serde_saphyr::from_str(
+        &text.replace("address: warmroute.inference.svc", "address: localhost"),
+    )
+    .unwrap();
     config["admin"]["address"]["socket_address"]["port_value"] = json!(0);
     let port = FreePort::find().unwrap().release();
     let socket = json!({"socket_address": {"address": "127.0.0.1", "port_value": port}});
@@ -37,8 +44,10 @@ fn shipped(name: &str) -> Value {
         "istio" => [1, 2, 4, 5],
         _ => [2, 3, 4, 5],
     };
-    let workers: Vec<Value> =
-        hosts.iter().map(|host| json!({"id": host, "endpoint": format!("10.244.1.{host}:8000")})).collect();
+    let workers: Vec<Value> = hosts
+        .iter()
+        .map(|host| json!({"id": host, "endpoint": format!("10.244.1.{host}:8000")}))
+        .collect();
     json!({
         "listen": {"tcp": "0.0.0.0:9002", "unprotected": true, "tls": {"self_signed": true}},
         "models": [{"name": "m"}],
@@ -50,15 +59,31 @@ fn shipped(name: &str) -> Value {
 
 /// The page of a real Envoy, and whatever is not `ok` on it.
 async fn examined(name: &str, change: fn(&mut Value)) -> Vec<Finding> {
-    let dir = tempfile::Builder::new().prefix("doctor-").tempdir().unwrap();
+    let dir = tempfile::Builder::new()
+        .prefix("doctor-")
+        .tempdir()
+        .unwrap();
     let mut config = generated(name);
     change(&mut config);
-    let envoy = envoy::start(&config.to_string(), dir.path(), 1).await.unwrap();
+    let envoy = envoy::start(&config.to_string(), dir.path(), 1)
+        .await
+        .unwrap();
     let address = std::fs::read_to_string(dir.path().join("envoy-admin")).unwrap();
-    let page = reqwest::get(format!("http://{address}/config_dump?include_eds")).await.unwrap().text().await.unwrap();
+    let page = reqwest::get(format!("http://{address}/config_dump?include_eds"))
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
     drop(envoy);
-    let ours = Config::parse(Path::new("warmroute.yaml"), shipped(name).to_string().as_bytes()).unwrap();
-    let WorkerSource::Fixed(workers) = ours.worker_source() else { panic!("another source") };
+    let ours = Config::parse(
+        Path::new("warmroute.yaml"),
+        shipped(name).to_string().as_bytes(),
+    )
+    .unwrap();
+    let WorkerSource::Fixed(workers) = ours.worker_source() else {
+        panic!("another source")
+    };
     let mut found = examine(&Dump::read(&page).unwrap(), &Expected::new(&ours, &workers));
     found.retain(|one| one.level != Level::Ok);
     found
@@ -72,11 +97,21 @@ fn checks(found: &[Finding]) -> Vec<(Level, &str)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn generated_configurations_have_only_true_findings() {
-    let frozen = [(Warning, "envoy.connect_timeout"), (Warning, "envoy.keepalive")];
-    let istio = [(Note, "envoy.client_headers"), (Note, "envoy.failure_mode"), (Note, "envoy.full_duplex")];
+    let frozen = [
+        (Warning, "envoy.connect_timeout"),
+        (Warning, "envoy.keepalive"),
+    ];
+    let istio = [
+        (Note, "envoy.client_headers"),
+        (Note, "envoy.failure_mode"),
+        (Note, "envoy.full_duplex"),
+    ];
     let cases: [(&str, Vec<(Level, &str)>); 5] = [
         ("istio", [&frozen[..], &istio].concat()),
-        ("istio-as-generated", [&[(Error, "envoy.server_name")], &frozen[..], &istio].concat()),
+        (
+            "istio-as-generated",
+            [&[(Error, "envoy.server_name")], &frozen[..], &istio].concat(),
+        ),
         ("istio-buffered", vec![(Note, "envoy.client_headers")]),
         (
             "envoy-ai-gateway",
@@ -112,7 +147,9 @@ async fn generated_configurations_have_only_true_findings() {
 async fn runtime_keys_of_bootstrap_raise_limits() {
     let found = examined("envoy-ai-gateway", |config| {
         let key = |name: &str| {
-            format!("circuit_breakers.envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc.default.{name}")
+            format!(
+                "circuit_breakers.envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc.default.{name}"
+            )
         };
         let layer = json!({key("max_requests"): 100_000, key("max_pending_requests"): 100_000});
         config["layered_runtime"] = json!({"layers": [{"name": "static", "static_layer": layer}]});
@@ -131,24 +168,40 @@ async fn plaintext_of_matching_transport_socket_is_found() {
         });
     });
     let found = found.await;
-    let tls: Vec<_> = found.iter().filter(|one| one.check == "envoy.tls").collect();
+    let tls: Vec<_> = found
+        .iter()
+        .filter(|one| one.check == "envoy.tls")
+        .collect();
     assert!(matches!(tls[..], [one] if one.level == Error), "{found:#?}");
 }
 
 /// The command itself prints the fixes in the words of the control plane.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn command_names_resources_of_control_plane() {
-    let dir = tempfile::Builder::new().prefix("doctor-").tempdir().unwrap();
-    let envoy = envoy::start(&generated("envoy-gateway").to_string(), dir.path(), 1).await.unwrap();
-    let admin = format!("http://{}", std::fs::read_to_string(dir.path().join("envoy-admin")).unwrap());
+    let dir = tempfile::Builder::new()
+        .prefix("doctor-")
+        .tempdir()
+        .unwrap();
+    let envoy = envoy::start(&generated("envoy-gateway").to_string(), dir.path(), 1)
+        .await
+        .unwrap();
+    let admin = format!(
+        "http://{}",
+        std::fs::read_to_string(dir.path().join("envoy-admin")).unwrap()
+    );
     let mut config = shipped("envoy-gateway");
     config["workers"] = json!([{"id": 1, "endpoint": "127.0.0.1:1"}]);
-    let found = doctor(&write(dir.path(), &config), &["--no-canary", "--envoy-admin", &admin]).await;
+    let found = doctor(
+        &write(dir.path(), &config),
+        &["--no-canary", "--envoy-admin", &admin],
+    )
+    .await;
     drop(envoy);
     let fixes = found.mends();
-    for words in
-        ["EnvoyExtensionPolicy `inference/warmroute`", "BackendTrafficPolicy for the HTTPRoute `inference/qwen`"]
-    {
+    for words in [
+        "EnvoyExtensionPolicy `inference/warmroute`",
+        "BackendTrafficPolicy for the HTTPRoute `inference/qwen`",
+    ] {
         assert!(fixes.contains(words), "{fixes}");
     }
 }

@@ -25,8 +25,14 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
     drop(free);
     let tinyllama = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tinyllama");
     let worker = |config: &mut Value, key: &str, value: Value| config["workers"][0][key] = value;
-    let events = |config: &mut Value, key: &str, value: Value| config["workers"][0]["kv_events"][key] = value;
-    let size = |bytes: u32| planted(&bed, |config| config["models"][0]["block_size"] = bytes.into());
+    let events = |config: &mut Value, key: &str, value: Value| {
+        config["workers"][0]["kv_events"][key] = value
+    };
+    let size = |bytes: u32| {
+        planted(&bed, |config| {
+            config["models"][0]["block_size"] = bytes.into()
+        })
+    };
 
     let faults: Vec<Fault<'_>> = vec![
         ("nothing", bed.config(), &[], &[]),
@@ -34,38 +40,58 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
             "an engine that is not there",
             planted(&bed, |config| worker(config, "endpoint", json!(nowhere))),
             &[("error", "engine.reachable")],
-            &["start the engine there, or write its `--host` and `--port` as `endpoint` of worker 1"],
+            &[
+                "start the engine there, or write its `--host` and `--port` as `endpoint` of worker 1",
+            ],
         ),
         (
             "another name of the model",
-            planted(&bed, |config| config["models"][0]["name"] = json!("qwen-2.5")),
+            planted(&bed, |config| {
+                config["models"][0]["name"] = json!("qwen-2.5")
+            }),
             &[("error", "engine.model"), ("error", "canary.answered")],
-            &["--served-model-name qwen-2.5", "`model: qwen2.5` for worker 1"],
+            &[
+                "--served-model-name qwen-2.5",
+                "`model: qwen2.5` for worker 1",
+            ],
         ),
         (
             "a block size that can be brought to ours",
             size(32),
             &[("warning", "engine.block_size")],
-            &["write `block_size: 16` for the model qwen2.5, or start the engine with `--block-size 32`"],
+            &[
+                "write `block_size: 16` for the model qwen2.5, or start the engine with `--block-size 32`",
+            ],
         ),
         (
             "a block size that cannot",
             size(24),
             &[("error", "engine.block_size")],
-            &["write `block_size: 16` for the model qwen2.5, or start the engine with `--block-size 24`"],
+            &[
+                "write `block_size: 16` for the model qwen2.5, or start the engine with `--block-size 24`",
+            ],
         ),
         (
             "another tokenizer",
             planted(&bed, |config| {
                 config["models"][0]["tokenizer"] = json!(format!("{tinyllama}/tokenizer.json.gz"));
-                config["models"][0]["tokenizer_config"] = json!(format!("{tinyllama}/tokenizer_config.json"));
+                config["models"][0]["tokenizer_config"] =
+                    json!(format!("{tinyllama}/tokenizer_config.json"));
             }),
-            &[("error", "engine.tokenizer"), ("error", "canary.counted"), ("error", "events.tokens")],
-            &["`tokenizer`, `tokenizer_config`, and `chat_template` where the engine runs with `--chat-template`"],
+            &[
+                ("error", "engine.tokenizer"),
+                ("error", "canary.counted"),
+                ("error", "events.tokens"),
+            ],
+            &[
+                "`tokenizer`, `tokenizer_config`, and `chat_template` where the engine runs with `--chat-template`",
+            ],
         ),
         (
             "no tokenizer",
-            planted(&bed, |config| config["models"][0] = json!({"name": "qwen2.5"})),
+            planted(&bed, |config| {
+                config["models"][0] = json!({"name": "qwen2.5"})
+            }),
             &[("warning", "config.tokenizer")],
             &["write `tokenizer: ..` and `tokenizer_config: ..` for the model qwen2.5"],
         ),
@@ -100,7 +126,10 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
                 worker(config, "adapters", json!(["sql"]));
             }),
             &[("error", "engine.adapters")],
-            &["--enable-lora --lora-modules sql=..", "take it out of the `adapters` of worker 1"],
+            &[
+                "--enable-lora --lora-modules sql=..",
+                "take it out of the `adapters` of worker 1",
+            ],
         ),
         (
             "no word of the events, and nobody asks",
@@ -109,13 +138,21 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
                 config["learn"] = json!({"enabled": false});
             }),
             &[("warning", "events.configured")],
-            &["kv_events: {endpoint: \"tcp://127.0.0.1:", "topic: \"\", replay: \"tcp://127.0.0.1:"],
+            &[
+                "kv_events: {endpoint: \"tcp://127.0.0.1:",
+                "topic: \"\", replay: \"tcp://127.0.0.1:",
+            ],
         ),
         (
             "another port of the events",
-            planted(&bed, |config| events(config, "endpoint", json!(format!("tcp://{nowhere}")))),
+            planted(&bed, |config| {
+                events(config, "endpoint", json!(format!("tcp://{nowhere}")))
+            }),
             &[("error", "events.attached")],
-            &["write `endpoint: \"tcp://127.0.0.1:", "in the `kv_events` of worker 1"],
+            &[
+                "write `endpoint: \"tcp://127.0.0.1:",
+                "in the `kv_events` of worker 1",
+            ],
         ),
         (
             "both sides bind",
@@ -131,7 +168,9 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
         ),
         (
             "another port of the replay",
-            planted(&bed, |config| events(config, "replay", json!(format!("tcp://{nowhere}")))),
+            planted(&bed, |config| {
+                events(config, "replay", json!(format!("tcp://{nowhere}")))
+            }),
             &[("error", "events.replay")],
             &["write `replay: \"tcp://127.0.0.1:"],
         ),
@@ -146,20 +185,31 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
         ),
         (
             "a rank that is another",
-            planted(&bed, |config| worker(config, "data_parallel", json!({"start": 1, "size": 1}))),
-            &[("error", "engine.ranks"), ("error", "events.attached"), ("error", "events.replay")],
+            planted(&bed, |config| {
+                worker(config, "data_parallel", json!({"start": 1, "size": 1}))
+            }),
+            &[
+                ("error", "engine.ranks"),
+                ("error", "events.attached"),
+                ("error", "events.replay"),
+            ],
             &[],
         ),
         (
             "a rank too many",
-            planted(&bed, |config| worker(config, "data_parallel", json!({"start": 0, "size": 2}))),
+            planted(&bed, |config| {
+                worker(config, "data_parallel", json!({"start": 0, "size": 2}))
+            }),
             &[
                 ("error", "engine.ranks"),
                 ("error", "events.attached"),
                 ("error", "events.replay"),
                 ("error", "canary.answered"),
             ],
-            &["write `data_parallel: {start: 0, size: 1}` for worker 1", "`--data-parallel-size 2`"],
+            &[
+                "write `data_parallel: {start: 0, size: 1}` for worker 1",
+                "`--data-parallel-size 2`",
+            ],
         ),
         (
             "nobody to send to",
@@ -174,7 +224,9 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
     ];
     let count = faults.len();
     let examined = stream::iter(faults).map(async |(name, config, expected, words)| {
-        bed.examine(&config, &[]).await.assert(name, expected, words);
+        bed.examine(&config, &[])
+            .await
+            .assert(name, expected, words);
     });
     assert_eq!(examined.buffer_unordered(3).count().await, count);
 }
@@ -186,7 +238,12 @@ async fn a_configuration_with_a_mistake_is_not_looked_at_further() {
     let file = dir.path().join("warmroute.yaml");
     std::fs::write(&file, "models: [{name: m, block_sise: 16}]\nworkers: []\n").unwrap();
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    let output = command.args(["doctor", "--config"]).arg(&file).output().await.unwrap();
+    let output = command
+        .args(["doctor", "--config"])
+        .arg(&file)
+        .output()
+        .await
+        .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(output.stdout.is_empty());
     let err = String::from_utf8_lossy(&output.stderr);

@@ -19,7 +19,11 @@ async fn stalling_engine() -> SocketAddr {
             tokio::spawn(async move {
                 let mut request = vec![0; 65_536];
                 let length = socket.read(&mut request).await.unwrap_or(0);
-                let promised = if request[..length].starts_with(b"GET /health ") { 0 } else { 1000 };
+                let promised = if request[..length].starts_with(b"GET /health ") {
+                    0
+                } else {
+                    1000
+                };
                 let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {promised}\r\n\r\n");
                 _ = socket.write_all(head.as_bytes()).await;
                 std::future::pending::<()>().await;
@@ -56,7 +60,12 @@ async fn stalling_engine_is_named_within_ten_seconds() {
     });
     let file = write(dir.path(), &config);
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
-    command.args(["doctor", "--config"]).arg(&file).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    command
+        .args(["doctor", "--config"])
+        .arg(&file)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
     let started = Instant::now();
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -70,9 +79,14 @@ async fn stalling_engine_is_named_within_ten_seconds() {
         }
         panic!("it ended without a line: {others:#?}");
     };
-    let line = tokio::time::timeout(Duration::from_secs(10), waiting).await.expect("a line within 10 s");
+    let line = tokio::time::timeout(Duration::from_secs(10), waiting)
+        .await
+        .expect("a line within 10 s");
     assert!(line.contains(&format!("worker 1 at {engine} (")), "{line}");
-    assert!(started.elapsed() >= Duration::from_secs(4), "an examination of a few seconds prints none");
+    assert!(
+        started.elapsed() >= Duration::from_secs(4),
+        "an examination of a few seconds prints none"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -87,9 +101,20 @@ async fn silent_envoy_does_not_delay_engines() {
     });
     let started = Instant::now();
     let admin = format!("http://{silent}");
-    let found = doctor(&write(dir.path(), &config), &["--no-canary", "--envoy-admin", &admin]).await;
+    let found = doctor(
+        &write(dir.path(), &config),
+        &["--no-canary", "--envoy-admin", &admin],
+    )
+    .await;
     // One after the other they take 6 s, with the other pages of the engine 9 s.
-    assert!(started.elapsed() < Duration::from_millis(5500), "{:?}", started.elapsed());
+    assert!(
+        started.elapsed() < Duration::from_millis(5500),
+        "{:?}",
+        started.elapsed()
+    );
     let wrong = found.wrong();
-    assert!(wrong.contains(&("error", "engine.reachable")) && wrong.contains(&("error", "envoy.admin")), "{wrong:?}");
+    assert!(
+        wrong.contains(&("error", "engine.reachable")) && wrong.contains(&("error", "envoy.admin")),
+        "{wrong:?}"
+    );
 }

@@ -24,14 +24,30 @@ pub(crate) struct Engine {
 impl Engine {
     pub(crate) async fn start(more: &[&str]) -> Self {
         let tests = std::env::current_exe().unwrap();
-        let binary = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
+        let binary = tests
+            .parent()
+            .unwrap()
+            .with_file_name("examples")
+            .join("engine_sim");
         // A whole `cargo test` builds it first; a run of this test alone does not.
-        assert!(binary.exists(), "{} is missing: cargo build --example engine_sim", binary.display());
+        assert!(
+            binary.exists(),
+            "{} is missing: cargo build --example engine_sim",
+            binary.display()
+        );
         let mut child = Command::new(binary)
             .args(["--exit-on-stdin-eof", "--bootstrap-port", "0"])
-            .args(if more.contains(&"--listen") { &[][..] } else { &["--listen", "127.0.0.1:0"] })
+            .args(if more.contains(&"--listen") {
+                &[][..]
+            } else {
+                &["--listen", "127.0.0.1:0"]
+            })
             .args(["--tokenizer", "examples/models/tinyllama/tokenizer.json.gz"])
-            .args(if more.contains(&"--speed") { &[][..] } else { &["--speed", "20"] })
+            .args(if more.contains(&"--speed") {
+                &[][..]
+            } else {
+                &["--speed", "20"]
+            })
             .args(more)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -40,7 +56,10 @@ impl Engine {
             .unwrap();
         let mut line = String::new();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        tokio::time::timeout(PATIENCE, stdout.read_line(&mut line)).await.expect("ready in time").unwrap();
+        tokio::time::timeout(PATIENCE, stdout.read_line(&mut line))
+            .await
+            .expect("ready in time")
+            .unwrap();
         let ready: Value = serde_json::from_str(&line).expect("one line of JSON");
         let text = |value: &Value| value.as_str().map(str::to_owned);
         Self {
@@ -59,8 +78,17 @@ impl Engine {
         body: &Value,
         headers: &[(&str, &str)],
     ) -> reqwest::Result<Response> {
-        let request = self.http.post(format!("http://{}{path}", self.address)).json(body);
-        headers.iter().fold(request, |request, (name, value)| request.header(*name, *value)).send().await
+        let request = self
+            .http
+            .post(format!("http://{}{path}", self.address))
+            .json(body);
+        headers
+            .iter()
+            .fold(request, |request, (name, value)| {
+                request.header(*name, *value)
+            })
+            .send()
+            .await
     }
 
     /// The status and the body, within the deadline.
@@ -69,7 +97,9 @@ impl Engine {
             let response = self.try_post(path, body, &[]).await.unwrap();
             (response.status(), response.text().await.unwrap())
         };
-        tokio::time::timeout(PATIENCE, answered).await.expect("an answer in time")
+        tokio::time::timeout(PATIENCE, answered)
+            .await
+            .expect("an answer in time")
     }
 
     /// Completions.
@@ -86,16 +116,30 @@ impl Engine {
     }
 
     pub(crate) async fn get(&self, path: &str) -> String {
-        self.http.get(format!("http://{}{path}", self.address)).send().await.unwrap().text().await.unwrap()
+        self.http
+            .get(format!("http://{}{path}", self.address))
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap()
     }
 
     /// A sum over the ranks; names without a prefix are the simulator's own.
     pub(crate) async fn metric(&self, name: &str) -> f64 {
-        let name = if name.contains(':') { name.to_owned() } else { format!("engine_sim:{name}") };
+        let name = if name.contains(':') {
+            name.to_owned()
+        } else {
+            format!("engine_sim:{name}")
+        };
         let page = self.get("/metrics").await;
         let values: Vec<f64> = page
             .lines()
-            .filter(|line| line.strip_prefix(&name).is_some_and(|rest| rest.starts_with(['{', ','])))
+            .filter(|line| {
+                line.strip_prefix(&name)
+                    .is_some_and(|rest| rest.starts_with(['{', ',']))
+            })
             .map(|line| line.rsplit(' ').next().unwrap().parse().unwrap())
             .collect();
         assert!(!values.is_empty(), "{name} is not among\n{page}");
@@ -132,7 +176,10 @@ impl Engine {
             if state.pointer(pointer).unwrap() == value {
                 return;
             }
-            assert!(Instant::now() < deadline, "{pointer} is not {value} in {state}");
+            assert!(
+                Instant::now() < deadline,
+                "{pointer} is not {value} in {state}"
+            );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -149,7 +196,9 @@ pub(crate) fn ids(range: Range<u32>, max_tokens: u32) -> Value {
 /// The body with these fields too.
 pub(crate) fn with(body: &Value, fields: &Value) -> Value {
     let mut body = body.clone();
-    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    body.as_object_mut()
+        .unwrap()
+        .extend(fields.as_object().unwrap().clone());
     body
 }
 
@@ -158,7 +207,9 @@ pub(crate) fn text(answer: &Value) -> &str {
 }
 
 pub(crate) fn cached_tokens(answer: &Value) -> u64 {
-    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap()
 }
 
 /// Where the keys and values of an answer came from.
@@ -177,13 +228,20 @@ pub(crate) fn streamed_kv(stream: &str) -> Vec<String> {
 /// What a stream says, and the finish reasons it gives.
 pub(crate) fn said(stream: &str) -> (String, Vec<String>) {
     let mut said = (String::new(), Vec::new());
-    for chunk in stream.split_terminator("\n\n").map(|event| event.strip_prefix("data: ").unwrap()) {
+    for chunk in stream
+        .split_terminator("\n\n")
+        .map(|event| event.strip_prefix("data: ").unwrap())
+    {
         if chunk == "[DONE]" {
             continue;
         }
         let chunk: Value = serde_json::from_str(chunk).unwrap();
         said.0 += chunk["choices"][0]["text"].as_str().unwrap_or_default();
-        said.1.extend(chunk["choices"][0]["finish_reason"].as_str().map(str::to_owned));
+        said.1.extend(
+            chunk["choices"][0]["finish_reason"]
+                .as_str()
+                .map(str::to_owned),
+        );
     }
     assert!(stream.ends_with("data: [DONE]\n\n"), "{stream}");
     said

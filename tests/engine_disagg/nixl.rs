@@ -24,7 +24,10 @@ async fn pair() -> (Engine, Engine) {
 fn prefill_of(body: &Value) -> Value {
     let params = json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
                         "remote_block_ids": null, "remote_host": null, "remote_port": null});
-    with(body, &json!({"max_tokens": 1, "stream": false, "kv_transfer_params": params}))
+    with(
+        body,
+        &json!({"max_tokens": 1, "stream": false, "kv_transfer_params": params}),
+    )
 }
 
 async fn prefill(engine: &Engine, body: &Value) -> Value {
@@ -48,30 +51,67 @@ async fn a_prompt_computed_elsewhere_is_answered_as_if_computed_here() {
     let ask = ids(100..200, 12);
     let expected = alone.complete(&ask).await;
     assert_eq!(expected["kv_transfer_params"], Value::Null);
-    assert!(expected.as_object().unwrap().contains_key("kv_transfer_params"));
+    assert!(
+        expected
+            .as_object()
+            .unwrap()
+            .contains_key("kv_transfer_params")
+    );
     for (round, (lender_cached, transferred)) in [(0, 100), (96, 4)].into_iter().enumerate() {
         let params = prefill(&prefiller, &ask).await;
-        assert_eq!(params["remote_block_ids"][0].as_array().unwrap().len(), 7, "{params}");
-        assert_eq!((&params["remote_num_tokens"], &params["transfer_mode"]), (&json!(100), &json!("pull")));
+        assert_eq!(
+            params["remote_block_ids"][0].as_array().unwrap().len(),
+            7,
+            "{params}"
+        );
+        assert_eq!(
+            (&params["remote_num_tokens"], &params["transfer_mode"]),
+            (&json!(100), &json!("pull"))
+        );
         assert_eq!(params["remote_prefill_cached_tokens"], lender_cached);
         prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
-        assert_eq!(prefiller.state().await["blocks"]["used"], 7, "pinned until they are fetched");
-        let before = decoder.metric(r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#).await;
+        assert_eq!(
+            prefiller.state().await["blocks"]["used"],
+            7,
+            "pinned until they are fetched"
+        );
+        let before = decoder
+            .metric(r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#)
+            .await;
         let answer = decoder.complete(&decode_of(&ask, &params)).await;
         assert_eq!(text(&answer), text(&expected));
         // As vLLM does: what the lender had cached, whatever was cached here.
         assert_eq!(cached_tokens(&answer), lender_cached);
-        let after = decoder.metric(r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#).await;
+        let after = decoder
+            .metric(r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#)
+            .await;
         assert_eq!(after - before, 100.0);
         let page = decoder.get("/metrics").await;
-        let fetched = page.lines().find(|line| line.contains("external_kv_transfer")).unwrap();
-        let so_far = if round == 0 { transferred } else { 100 + transferred };
-        assert!(fetched.ends_with(&format!(" {so_far}.0")), "{fetched}: blocks that are here already are not fetched");
-        decoder.expect_metrics(&[("kv_transfers_total", (round + 1) as f64), ("kv_mismatches_total", 0.0)]).await;
+        let fetched = page
+            .lines()
+            .find(|line| line.contains("external_kv_transfer"))
+            .unwrap();
+        let so_far = if round == 0 {
+            transferred
+        } else {
+            100 + transferred
+        };
+        assert!(
+            fetched.ends_with(&format!(" {so_far}.0")),
+            "{fetched}: blocks that are here already are not fetched"
+        );
+        decoder
+            .expect_metrics(&[
+                ("kv_transfers_total", (round + 1) as f64),
+                ("kv_mismatches_total", 0.0),
+            ])
+            .await;
         is_idle(&prefiller).await;
         is_idle(&decoder).await;
     }
-    prefiller.expect_metrics(&[("kv_leases_expired_total", 0.0)]).await;
+    prefiller
+        .expect_metrics(&[("kv_leases_expired_total", 0.0)])
+        .await;
 }
 
 #[tokio::test]
@@ -86,15 +126,21 @@ async fn the_decode_side_streams_and_serves_chats_and_several_fields_nobody_know
     let (status, decoded) = decoder.post(path, &decode_of(&ask, &params)).await;
     assert_eq!(status, StatusCode::OK, "{decoded}");
     let (_, alone) = prefiller.post(path, &ask).await;
-    let [decoded, alone] = [decoded, alone].map(|text| serde_json::from_str::<Value>(&text).unwrap());
+    let [decoded, alone] =
+        [decoded, alone].map(|text| serde_json::from_str::<Value>(&text).unwrap());
     assert_eq!(decoded["choices"], alone["choices"]);
 
     let ask = with(&ids(0..50, 6), &json!({"stream": true}));
     let params = prefill(&prefiller, &ask).await;
-    let (status, stream) = decoder.post("/v1/completions", &decode_of(&ask, &params)).await;
+    let (status, stream) = decoder
+        .post("/v1/completions", &decode_of(&ask, &params))
+        .await;
     assert_eq!(status, StatusCode::OK);
     let alone = prefiller.complete(&ids(0..50, 6)).await;
-    assert_eq!(said(&stream), (text(&alone).to_owned(), vec!["length".to_owned()]));
+    assert_eq!(
+        said(&stream),
+        (text(&alone).to_owned(), vec!["length".to_owned()])
+    );
     is_idle(&prefiller).await;
 }
 
@@ -108,14 +154,27 @@ async fn fetched_blocks_are_published_as_stored() {
     let params = prefill(&prefiller, &ask).await;
     decoder.complete(&decode_of(&ask, &params)).await;
     let mut socket = DealerSocket::new();
-    socket.connect(decoder.replay.as_ref().unwrap()).await.unwrap();
+    socket
+        .connect(decoder.replay.as_ref().unwrap())
+        .await
+        .unwrap();
     let request = vec![Bytes::new(), Bytes::copy_from_slice(&0_u64.to_be_bytes())];
-    socket.send(ZmqMessage::try_from(request).unwrap()).await.unwrap();
-    let batch = tokio::time::timeout(PATIENCE, socket.recv()).await.unwrap().unwrap().into_vec();
+    socket
+        .send(ZmqMessage::try_from(request).unwrap())
+        .await
+        .unwrap();
+    let batch = tokio::time::timeout(PATIENCE, socket.recv())
+        .await
+        .unwrap()
+        .unwrap()
+        .into_vec();
     let batch: Value = rmp_serde::from_slice(batch.last().unwrap()).unwrap();
     let events = batch[1].as_array().unwrap();
     assert_eq!(events.len(), 1, "{batch}");
-    assert_eq!((&events[0]["type"], &events[0]["parent_block_hash"]), (&json!("BlockStored"), &Value::Null));
+    assert_eq!(
+        (&events[0]["type"], &events[0]["parent_block_hash"]),
+        (&json!("BlockStored"), &Value::Null)
+    );
     assert_eq!(events[0]["token_ids"], json!((0..64).collect::<Vec<_>>()));
     assert_eq!(events[0]["block_hashes"].as_array().unwrap().len(), 4);
     // And another prompt with the same beginning hits them.
@@ -126,12 +185,27 @@ async fn fetched_blocks_are_published_as_stored() {
 async fn parameters_of_another_request_are_answered_with_other_words_and_counted() {
     let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
     let asks = [ids(0..70, 4), ids(100..170, 4)];
-    let params = [prefill(&prefiller, &asks[0]).await, prefill(&prefiller, &asks[1]).await];
+    let params = [
+        prefill(&prefiller, &asks[0]).await,
+        prefill(&prefiller, &asks[1]).await,
+    ];
     for (at, ask) in asks.iter().enumerate() {
         let answer = decoder.complete(&decode_of(ask, &params[1 - at])).await;
-        assert_eq!((kv(&answer), &answer["usage"]["completion_tokens"]), ("mismatch", &json!(4)));
-        assert_ne!(text(&answer), text(&alone.complete(ask).await), "whoever compares the words finds it");
-        decoder.expect_metrics(&[("kv_mismatches_total", (at + 1) as f64), ("kv_transfers_total", 0.0)]).await;
+        assert_eq!(
+            (kv(&answer), &answer["usage"]["completion_tokens"]),
+            ("mismatch", &json!(4))
+        );
+        assert_ne!(
+            text(&answer),
+            text(&alone.complete(ask).await),
+            "whoever compares the words finds it"
+        );
+        decoder
+            .expect_metrics(&[
+                ("kv_mismatches_total", (at + 1) as f64),
+                ("kv_transfers_total", 0.0),
+            ])
+            .await;
     }
     is_idle(&prefiller).await;
     is_idle(&decoder).await;
@@ -145,22 +219,47 @@ async fn parameters_of_another_request_are_answered_with_other_words_and_counted
     let mut said = Vec::new();
     for (at, (ask, params)) in [
         (ask.clone(), others),
-        (with(&ask, &json!({"prompt": (200..230).chain(900..940).collect::<Vec<_>>()})), longer),
-        (with(&ids(300..370, 4), &json!({"cache_salt": "tenant"})), unsalted),
+        (
+            with(
+                &ask,
+                &json!({"prompt": (200..230).chain(900..940).collect::<Vec<_>>()}),
+            ),
+            longer,
+        ),
+        (
+            with(&ids(300..370, 4), &json!({"cache_salt": "tenant"})),
+            unsalted,
+        ),
     ]
     .into_iter()
     .enumerate()
     {
         let stream = with(&ask, &json!({"stream": true}));
-        let response = decoder.try_post("/v1/completions", &decode_of(&stream, &params), &[]).await.unwrap();
-        assert_eq!((response.status(), response.headers().get("x-engine-kv")), (StatusCode::OK, None));
+        let response = decoder
+            .try_post("/v1/completions", &decode_of(&stream, &params), &[])
+            .await
+            .unwrap();
+        assert_eq!(
+            (response.status(), response.headers().get("x-engine-kv")),
+            (StatusCode::OK, None)
+        );
         let stream = response.text().await.unwrap();
         assert_eq!(streamed_kv(&stream), ["mismatch"; 4], "{stream}");
-        said.push((self::said(&stream).0, text(&alone.complete(&ask).await).to_owned()));
-        decoder.expect_metrics(&[("kv_mismatches_total", (at + 3) as f64)]).await;
+        said.push((
+            self::said(&stream).0,
+            text(&alone.complete(&ask).await).to_owned(),
+        ));
+        decoder
+            .expect_metrics(&[("kv_mismatches_total", (at + 3) as f64)])
+            .await;
     }
-    assert!(said.iter().all(|(said, expected)| said != expected), "{said:?}");
-    decoder.expect_metrics(&[("kv_stale_reads_total", 0.0)]).await;
+    assert!(
+        said.iter().all(|(said, expected)| said != expected),
+        "{said:?}"
+    );
+    decoder
+        .expect_metrics(&[("kv_stale_reads_total", 0.0)])
+        .await;
     is_idle(&prefiller).await;
     is_idle(&decoder).await;
 }
@@ -173,7 +272,10 @@ async fn after_the_end_of_a_lease_a_reader_gets_whatever_stands_in_the_blocks_no
     let ask = ids(0..100, 6);
     let expected = alone.complete(&ask).await;
     let params = prefill(&prefiller, &ask).await;
-    let response = decoder.try_post("/v1/completions", &decode_of(&ask, &params), &[]).await.unwrap();
+    let response = decoder
+        .try_post("/v1/completions", &decode_of(&ask, &params), &[])
+        .await
+        .unwrap();
     assert_eq!(response.headers()["x-engine-kv"], "fetched");
     let first: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
     assert_eq!((text(&first), kv(&first)), (text(&expected), "fetched"));
@@ -181,25 +283,38 @@ async fn after_the_end_of_a_lease_a_reader_gets_whatever_stands_in_the_blocks_no
     // The first reader had the lease ended. By luck nobody used the blocks since.
     let lucky = late.complete(&decode_of(&ask, &params)).await;
     assert_eq!((text(&lucky), kv(&lucky)), (text(&expected), "stale"));
-    late.expect_metrics(&[("kv_stale_reads_total", 1.0), ("kv_mismatches_total", 0.0)]).await;
+    late.expect_metrics(&[("kv_stale_reads_total", 1.0), ("kv_mismatches_total", 0.0)])
+        .await;
 
     // One that ended by itself, after which others used the blocks.
     let ask = ids(1000..1100, 6);
     let params = prefill(&prefiller, &ask).await;
-    prefiller.eventually_metric("kv_leases_expired_total", 1.0).await;
+    prefiller
+        .eventually_metric("kv_leases_expired_total", 1.0)
+        .await;
     prefiller.complete(&ids(2000..2120, 1)).await;
     let answer = late.complete(&decode_of(&ask, &params)).await;
     assert_eq!(kv(&answer), "mismatch");
-    assert_ne!(text(&answer), text(&alone.complete(&ask).await), "with status 200");
-    late.expect_metrics(&[("kv_stale_reads_total", 2.0), ("kv_mismatches_total", 1.0)]).await;
+    assert_ne!(
+        text(&answer),
+        text(&alone.complete(&ask).await),
+        "with status 200"
+    );
+    late.expect_metrics(&[("kv_stale_reads_total", 2.0), ("kv_mismatches_total", 1.0)])
+        .await;
 
     // A name that nobody knows does as little harm, and the lease of the right one stays.
     let ask = ids(3000..3100, 6);
     let mut params = prefill(&prefiller, &ask).await;
     params["remote_request_id"] = json!("nobody");
     let answer = late.complete(&decode_of(&ask, &params)).await;
-    assert_eq!((text(&answer), kv(&answer)), (text(&alone.complete(&ask).await), "stale"));
-    prefiller.eventually_metric("kv_leases_expired_total", 2.0).await;
+    assert_eq!(
+        (text(&answer), kv(&answer)),
+        (text(&alone.complete(&ask).await), "stale")
+    );
+    prefiller
+        .eventually_metric("kv_leases_expired_total", 2.0)
+        .await;
     is_idle(&late).await;
 }
 
@@ -213,7 +328,12 @@ async fn what_cannot_be_fetched_fails_after_the_time_a_real_engine_takes_or_is_c
     let expected = prefiller.complete(&ask).await;
     let given = prefill(&prefiller, &ask).await;
     // A port where nobody listens, and one where somebody listens who never answers.
-    let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
+    let free = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other = |field: &str, value: Value| {
         let mut params = given.clone();
@@ -221,40 +341,88 @@ async fn what_cannot_be_fetched_fails_after_the_time_a_real_engine_takes_or_is_c
         params
     };
     for (what, params) in [
-        ("of an engine that was started anew", other("remote_engine_id", json!("former"))),
+        (
+            "of an engine that was started anew",
+            other("remote_engine_id", json!("former")),
+        ),
         ("unreachable", other("remote_port", json!(free))),
-        ("silent", other("remote_port", json!(silent.local_addr().unwrap().port()))),
+        (
+            "silent",
+            other("remote_port", json!(silent.local_addr().unwrap().port())),
+        ),
         ("too few", other("remote_block_ids", json!([[1, 2]]))),
-        ("not there", other("remote_block_ids", json!([[1, 2, 3, 4, 1_000_000]]))),
+        (
+            "not there",
+            other("remote_block_ids", json!([[1, 2, 3, 4, 1_000_000]])),
+        ),
     ] {
         let start = Instant::now();
         let (status, answer) = decoder.ask(&decode_of(&ask, &params)).await;
-        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "{what}: {answer}");
-        assert!(start.elapsed() >= Duration::from_millis(300), "{what}: {:?}", start.elapsed());
+        assert_eq!(
+            status,
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "{what}: {answer}"
+        );
+        assert!(
+            start.elapsed() >= Duration::from_millis(300),
+            "{what}: {:?}",
+            start.elapsed()
+        );
         let start = Instant::now();
-        let answer = other_policy.complete(&decode_of(&with(&ask, &json!({"cache_salt": what})), &params)).await;
-        assert_eq!((text(&answer), kv(&answer)), (text(&expected), "computed"), "{what}");
-        assert!(start.elapsed() >= Duration::from_millis(300), "{what}: {:?}", start.elapsed());
+        let answer = other_policy
+            .complete(&decode_of(
+                &with(&ask, &json!({"cache_salt": what})),
+                &params,
+            ))
+            .await;
+        assert_eq!(
+            (text(&answer), kv(&answer)),
+            (text(&expected), "computed"),
+            "{what}"
+        );
+        assert!(
+            start.elapsed() >= Duration::from_millis(300),
+            "{what}: {:?}",
+            start.elapsed()
+        );
     }
     for engine in [&decoder, &other_policy] {
-        let counts = [("kv_transfers_total", 0.0), ("kv_mismatches_total", 0.0), ("kv_stale_reads_total", 0.0)];
+        let counts = [
+            ("kv_transfers_total", 0.0),
+            ("kv_mismatches_total", 0.0),
+            ("kv_stale_reads_total", 0.0),
+        ];
         engine.expect_metrics(&counts).await;
         is_idle(engine).await;
     }
-    let stream = with(&decode_of(&ask, &other("remote_port", json!(free))), &json!({"stream": true}));
+    let stream = with(
+        &decode_of(&ask, &other("remote_port", json!(free))),
+        &json!({"stream": true}),
+    );
     let (status, failed) = decoder.post("/v1/completions", &stream).await;
     // vLLM has begun to answer by then.
     assert!(
-        status == StatusCode::OK && failed.contains("\"error\"") && failed.ends_with("data: [DONE]\n\n"),
+        status == StatusCode::OK
+            && failed.contains("\"error\"")
+            && failed.ends_with("data: [DONE]\n\n"),
         "{failed}"
     );
     let (_, computed) = other_policy.post("/v1/completions", &stream).await;
-    assert_eq!((said(&computed).0.as_str(), streamed_kv(&computed)), (text(&expected), vec!["computed".to_owned(); 4]));
+    assert_eq!(
+        (said(&computed).0.as_str(), streamed_kv(&computed)),
+        (text(&expected), vec!["computed".to_owned(); 4])
+    );
     let incomplete = json!({"do_remote_prefill": true, "remote_host": "127.0.0.1"});
-    assert_eq!(decoder.ask(&decode_of(&ask, &incomplete)).await.0, StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(
+        decoder.ask(&decode_of(&ask, &incomplete)).await.0,
+        StatusCode::INTERNAL_SERVER_ERROR
+    );
     // Without parameters it computes the prompt itself.
     let nothing = json!({"do_remote_prefill": false, "do_remote_decode": false});
-    assert_eq!(text(&decoder.complete(&decode_of(&ask, &nothing)).await), text(&expected));
+    assert_eq!(
+        text(&decoder.complete(&decode_of(&ask, &nothing)).await),
+        text(&expected)
+    );
 }
 
 #[tokio::test]
@@ -262,8 +430,9 @@ async fn a_lease_lasts_while_the_decode_side_waits_for_room() {
     let lease = ["--kv-lease", "600ms"];
     let prefiller = engine(&lease).await;
     // Steps of 50 ms: who generates 25 tokens holds seven of the eight blocks for twice the time of a lease.
-    let decoder =
-        std::sync::Arc::new(engine(&[&lease[..], &["--num-blocks", "8", "--step-us", "1000000"]].concat()).await);
+    let decoder = std::sync::Arc::new(
+        engine(&[&lease[..], &["--num-blocks", "8", "--step-us", "1000000"]].concat()).await,
+    );
     let occupant = {
         let decoder = decoder.clone();
         tokio::spawn(async move { decoder.complete(&ids(500..600, 25)).await })
@@ -273,16 +442,30 @@ async fn a_lease_lasts_while_the_decode_side_waits_for_room() {
     let params = prefill(&prefiller, &ask).await;
     let start = Instant::now();
     let answer = decoder.complete(&decode_of(&ask, &params)).await;
-    assert!(start.elapsed() > Duration::from_millis(600), "{:?}: it did not wait", start.elapsed());
+    assert!(
+        start.elapsed() > Duration::from_millis(600),
+        "{:?}: it did not wait",
+        start.elapsed()
+    );
     assert_eq!(answer["usage"]["completion_tokens"], 4);
     occupant.await.unwrap();
-    prefiller.expect_metrics(&[("kv_leases_expired_total", 0.0)]).await;
+    prefiller
+        .expect_metrics(&[("kv_leases_expired_total", 0.0)])
+        .await;
 }
 
 #[tokio::test]
-async fn a_prefill_cancelled_in_the_queue_is_dropped_and_one_that_has_begun_leaks_until_its_lease_ends() {
+async fn a_prefill_cancelled_in_the_queue_is_dropped_and_one_that_has_begun_leaks_until_its_lease_ends()
+ {
     // Steps of 50 ms, one prompt at a time.
-    let slow = ["--max-num-seqs", "1", "--step-us", "1000000", "--kv-lease", "500ms"];
+    let slow = [
+        "--max-num-seqs",
+        "1",
+        "--step-us",
+        "1000000",
+        "--kv-lease",
+        "500ms",
+    ];
     let prefiller = std::sync::Arc::new(engine(&slow).await);
     let ask = |from: u32| prefill_of(&ids(from..from + 100, 1));
     let send = |from| {
@@ -297,9 +480,13 @@ async fn a_prefill_cancelled_in_the_queue_is_dropped_and_one_that_has_begun_leak
     prefiller.eventually("/waiting", 0).await;
     begun.abort();
     prefiller.eventually("/leases", 1).await;
-    prefiller.eventually_metric("kv_leases_expired_total", 1.0).await;
+    prefiller
+        .eventually_metric("kv_leases_expired_total", 1.0)
+        .await;
     is_idle(&prefiller).await;
-    prefiller.expect_metrics(&[("vllm:request_success_total", 2.0)]).await;
+    prefiller
+        .expect_metrics(&[("vllm:request_success_total", 2.0)])
+        .await;
 }
 
 #[tokio::test]
@@ -319,7 +506,9 @@ async fn a_client_who_leaves_before_the_fetch_gives_the_lease_back() {
     prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
     waits.abort();
     is_idle(&prefiller).await;
-    prefiller.expect_metrics(&[("kv_leases_expired_total", 0.0)]).await;
+    prefiller
+        .expect_metrics(&[("kv_leases_expired_total", 0.0)])
+        .await;
     occupant.abort();
     is_idle(&decoder).await;
     decoder.expect_metrics(&[("kv_transfers_total", 0.0)]).await;
@@ -328,7 +517,14 @@ async fn a_client_who_leaves_before_the_fetch_gives_the_lease_back() {
 #[tokio::test]
 async fn a_prefill_takes_its_time_and_a_decode_with_fetched_blocks_does_not() {
     // A token takes 0.4 ms: 1,500 of them 600 ms.
-    let pace = ["--speed", "1", "--prefill-us-per-token", "400", "--step-us", "1000"];
+    let pace = [
+        "--speed",
+        "1",
+        "--prefill-us-per-token",
+        "400",
+        "--step-us",
+        "1000",
+    ];
     let (prefiller, decoder) = tokio::join!(engine(&pace), engine(&pace));
     let ask = ids(0..1500, 1);
     let start = Instant::now();
@@ -339,7 +535,10 @@ async fn a_prefill_takes_its_time_and_a_decode_with_fetched_blocks_does_not() {
     decoder.complete(&decode_of(&ask, &params)).await;
     // 94 blocks take 19 ms; the rest is for a busy machine.
     let decoded = start.elapsed();
-    assert!(decoded >= Duration::from_millis(19) && decoded < prefilled / 2, "{decoded:?} after {prefilled:?}");
+    assert!(
+        decoded >= Duration::from_millis(19) && decoded < prefilled / 2,
+        "{decoded:?} after {prefilled:?}"
+    );
 }
 
 #[tokio::test]
@@ -347,44 +546,89 @@ async fn prefills_alone_go_wrong_as_told() {
     let (mut prefiller, decoder) = pair().await;
     let ask = ids(0..40, 2);
     prefiller.misbehave(json!({"refuse_prefills": 503})).await;
-    assert_eq!(prefiller.ask(&prefill_of(&ask)).await.0, StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(prefiller.ask(&ask).await.0, StatusCode::OK, "everything else is served");
+    assert_eq!(
+        prefiller.ask(&prefill_of(&ask)).await.0,
+        StatusCode::SERVICE_UNAVAILABLE
+    );
+    assert_eq!(
+        prefiller.ask(&ask).await.0,
+        StatusCode::OK,
+        "everything else is served"
+    );
 
-    prefiller.misbehave(json!({"refuse_prefills": null, "fail_prefills_with_200": true})).await;
+    prefiller
+        .misbehave(json!({"refuse_prefills": null, "fail_prefills_with_200": true}))
+        .await;
     let (status, answer) = prefiller.ask(&prefill_of(&ask)).await;
     assert_eq!(status, StatusCode::OK);
-    assert!(answer["error"]["message"].is_string() && answer["choices"].is_null(), "{answer}");
+    assert!(
+        answer["error"]["message"].is_string() && answer["choices"].is_null(),
+        "{answer}"
+    );
 
-    prefiller.misbehave(json!({"fail_prefills_with_200": false, "omit_transfer_params": true})).await;
+    prefiller
+        .misbehave(json!({"fail_prefills_with_200": false, "omit_transfer_params": true}))
+        .await;
     let answer = prefiller.complete(&prefill_of(&ask)).await;
-    assert_eq!((&answer["kv_transfer_params"], text(&answer).is_empty()), (&Value::Null, false));
+    assert_eq!(
+        (&answer["kv_transfer_params"], text(&answer).is_empty()),
+        (&Value::Null, false)
+    );
     prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
 
-    prefiller.misbehave(json!({"omit_transfer_params": false, "stop_prefills": true})).await;
+    prefiller
+        .misbehave(json!({"omit_transfer_params": false, "stop_prefills": true}))
+        .await;
     let answer = prefiller.complete(&prefill_of(&ask)).await;
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
-    assert!(answer["kv_transfer_params"].is_object(), "vLLM lends all the same: {answer}");
-    assert_eq!(prefiller.complete(&ask).await["choices"][0]["finish_reason"], "length", "only prefills");
+    assert!(
+        answer["kv_transfer_params"].is_object(),
+        "vLLM lends all the same: {answer}"
+    );
+    assert_eq!(
+        prefiller.complete(&ask).await["choices"][0]["finish_reason"],
+        "length",
+        "only prefills"
+    );
 
-    prefiller.misbehave(json!({"stop_prefills": false, "slow_prefill_ms": 200})).await;
+    prefiller
+        .misbehave(json!({"stop_prefills": false, "slow_prefill_ms": 200}))
+        .await;
     let start = Instant::now();
     let params = prefill(&prefiller, &ask).await;
     assert!(start.elapsed() >= Duration::from_millis(200));
     decoder.complete(&decode_of(&ask, &params)).await;
 
-    prefiller.misbehave(json!({"slow_prefill_ms": 0, "hang_prefills": true})).await;
+    prefiller
+        .misbehave(json!({"slow_prefill_ms": 0, "hang_prefills": true}))
+        .await;
     let hanging = prefill_of(&ask);
     let hangs = prefiller.try_post("/v1/completions", &hanging, &[]);
-    assert!(tokio::time::timeout(Duration::from_millis(200), hangs).await.is_err());
+    assert!(
+        tokio::time::timeout(Duration::from_millis(200), hangs)
+            .await
+            .is_err()
+    );
 
     let params = {
         prefiller.misbehave(json!({"hang_prefills": false})).await;
         prefill(&prefiller, &ask).await
     };
     prefiller.misbehave(json!({"crash": "next_request"})).await;
-    assert!(prefiller.try_post("/v1/completions", &prefill_of(&ask), &[]).await.is_err());
-    let ended = tokio::time::timeout(PATIENCE, prefiller.child.wait()).await.unwrap().unwrap();
+    assert!(
+        prefiller
+            .try_post("/v1/completions", &prefill_of(&ask), &[])
+            .await
+            .is_err()
+    );
+    let ended = tokio::time::timeout(PATIENCE, prefiller.child.wait())
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!(ended.code(), Some(134));
-    assert_eq!(decoder.ask(&decode_of(&ask, &params)).await.0, StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(
+        decoder.ask(&decode_of(&ask, &params)).await.0,
+        StatusCode::INTERNAL_SERVER_ERROR
+    );
     is_idle(&decoder).await;
 }

@@ -19,9 +19,17 @@ async fn decoder(more: &[&str]) -> Arc<Engine> {
 
 /// The request as a router sends it to both.
 fn in_room(body: &Value, prefiller: &Engine, room: impl serde::Serialize) -> Value {
-    let (host, port) = prefiller.bootstrap.as_ref().unwrap().rsplit_once(':').unwrap();
+    let (host, port) = prefiller
+        .bootstrap
+        .as_ref()
+        .unwrap()
+        .rsplit_once(':')
+        .unwrap();
     let port: u16 = port.parse().unwrap();
-    with(body, &json!({"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}))
+    with(
+        body,
+        &json!({"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}),
+    )
 }
 
 fn send(engine: &Arc<Engine>, body: &Value) -> JoinHandle<(StatusCode, String)> {
@@ -38,8 +46,12 @@ async fn is_idle(engine: &Engine) {
 
 #[tokio::test]
 async fn two_rooms_at_once_answer_as_one_engine_would_whoever_comes_first() {
-    let (prefiller, decoder, alone) = tokio::join!(prefiller(&[]), decoder(&[]), Engine::start(&[]));
-    let asks = [in_room(&ids(0..100, 9), &prefiller, 11), in_room(&ids(300..400, 9), &prefiller, 12)];
+    let (prefiller, decoder, alone) =
+        tokio::join!(prefiller(&[]), decoder(&[]), Engine::start(&[]));
+    let asks = [
+        in_room(&ids(0..100, 9), &prefiller, 11),
+        in_room(&ids(300..400, 9), &prefiller, 12),
+    ];
     let first = send(&decoder, &with(&asks[0], &json!({"stream": true})));
     decoder.eventually("/waiting", 1).await;
     let second = send(&prefiller, &asks[1]);
@@ -47,20 +59,33 @@ async fn two_rooms_at_once_answer_as_one_engine_would_whoever_comes_first() {
     let (status, stream) = first.await.unwrap();
     assert_eq!(status, StatusCode::OK, "{stream}");
     let expected = alone.complete(&asks[0]).await;
-    assert_eq!(said(&stream), (text(&expected).to_owned(), vec!["length".to_owned()]));
+    assert_eq!(
+        said(&stream),
+        (text(&expected).to_owned(), vec!["length".to_owned()])
+    );
     let (status, answer) = decoded.await.unwrap();
     assert_eq!(status, StatusCode::OK, "{answer}");
     let answer: Value = serde_json::from_str(&answer).unwrap();
-    assert_eq!((text(&answer), kv(&answer)), (text(&alone.complete(&asks[1]).await), "fetched"));
+    assert_eq!(
+        (text(&answer), kv(&answer)),
+        (text(&alone.complete(&asks[1]).await), "fetched")
+    );
     assert_eq!(streamed_kv(&stream), ["fetched"; 9]);
     for prefilled in [prefilled, second] {
         let (status, answer) = prefilled.await.unwrap();
         assert_eq!(status, StatusCode::OK, "{answer}");
         let answer: Value = serde_json::from_str(&answer).unwrap();
-        assert_eq!(answer["usage"]["completion_tokens"], 1, "whatever max_tokens says");
+        assert_eq!(
+            answer["usage"]["completion_tokens"], 1,
+            "whatever max_tokens says"
+        );
     }
     for engine in [&prefiller, &decoder] {
-        let counts = [("rooms_met_total", 2.0), ("rooms_unmet_total", 0.0), ("rooms_mismatched_total", 0.0)];
+        let counts = [
+            ("rooms_met_total", 2.0),
+            ("rooms_unmet_total", 0.0),
+            ("rooms_mismatched_total", 0.0),
+        ];
         engine.expect_metrics(&counts).await;
         is_idle(engine).await;
     }
@@ -77,7 +102,13 @@ async fn every_prompt_of_a_batch_has_its_room_on_its_rank() {
         assert_eq!(prefilled.await.unwrap().0, StatusCode::OK);
         let (status, answer) = decoded.await.unwrap();
         assert_eq!(status, StatusCode::OK, "{answer}");
-        assert_eq!(serde_json::from_str::<Value>(&answer).unwrap()["choices"].as_array().unwrap().len(), 2);
+        assert_eq!(
+            serde_json::from_str::<Value>(&answer).unwrap()["choices"]
+                .as_array()
+                .unwrap()
+                .len(),
+            2
+        );
     }
     let page = prefiller.get("/metrics").await;
     for rank in 0..2 {
@@ -93,22 +124,41 @@ async fn every_prompt_of_a_batch_has_its_room_on_its_rank() {
 async fn a_room_belongs_to_one_rank_and_to_one_request() {
     let (prefiller, decoder) = tokio::join!(prefiller(&["--dp-size", "2"]), decoder(&[]));
     let body = in_room(&ids(0..30, 2), &prefiller, 7);
-    for (headers, fields) in [(vec![("x-data-parallel-rank", "0")], json!({})), (vec![], json!({"routed_dp_rank": 0}))]
-    {
-        let refused = prefiller.try_post("/v1/completions", &with(&body, &fields), &headers).await.unwrap();
+    for (headers, fields) in [
+        (vec![("x-data-parallel-rank", "0")], json!({})),
+        (vec![], json!({"routed_dp_rank": 0})),
+    ] {
+        let refused = prefiller
+            .try_post("/v1/completions", &with(&body, &fields), &headers)
+            .await
+            .unwrap();
         assert_eq!(refused.status(), StatusCode::BAD_REQUEST);
     }
-    prefiller.expect_metrics(&[("rooms_mismatched_total", 2.0)]).await;
-    let first = send(&prefiller, &with(&body, &json!({"routed_dp_rank": 1, "rid": "first"})));
+    prefiller
+        .expect_metrics(&[("rooms_mismatched_total", 2.0)])
+        .await;
+    let first = send(
+        &prefiller,
+        &with(&body, &json!({"routed_dp_rank": 1, "rid": "first"})),
+    );
     prefiller.eventually_metric("rooms_waiting", 1.0).await;
     let (status, answer) = prefiller.post("/v1/completions", &body).await;
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("taken"), "{answer}");
-    prefiller.expect_metrics(&[("rooms_mismatched_total", 3.0), ("rooms_waiting", 1.0)]).await;
+    prefiller
+        .expect_metrics(&[("rooms_mismatched_total", 3.0), ("rooms_waiting", 1.0)])
+        .await;
     let decoded = send(&decoder, &body);
-    assert_eq!((first.await.unwrap().0, decoded.await.unwrap().0), (StatusCode::OK, StatusCode::OK));
+    assert_eq!(
+        (first.await.unwrap().0, decoded.await.unwrap().0),
+        (StatusCode::OK, StatusCode::OK)
+    );
     for (engine, body) in [(&prefiller, ids(0..30, 2)), (&decoder, ids(0..30, 2))] {
-        assert_eq!(engine.ask(&body).await.0, StatusCode::BAD_REQUEST, "nothing is served without a room");
+        assert_eq!(
+            engine.ask(&body).await.0,
+            StatusCode::BAD_REQUEST,
+            "nothing is served without a room"
+        );
     }
 }
 
@@ -117,18 +167,33 @@ async fn prompts_of_different_requests_in_a_room_are_counted_on_both_sides() {
     let lora = ["--lora", "x"];
     let (prefiller, decoder) = tokio::join!(prefiller(&lora), decoder(&lora));
     let ask = ids(0..40, 2);
-    let others = [ids(1..41, 2), with(&ask, &json!({"cache_salt": "tenant"})), with(&ask, &json!({"model": "x"}))];
+    let others = [
+        ids(1..41, 2),
+        with(&ask, &json!({"cache_salt": "tenant"})),
+        with(&ask, &json!({"model": "x"})),
+    ];
     for (room, other) in others.iter().enumerate() {
         let prefilled = send(&prefiller, &in_room(&ask, &prefiller, room));
-        let decoded = send(&decoder, &with(&in_room(other, &prefiller, room), &json!({"stream": true})));
+        let decoded = send(
+            &decoder,
+            &with(&in_room(other, &prefiller, room), &json!({"stream": true})),
+        );
         for answered in [prefilled, decoded] {
             let (status, answer) = answered.await.unwrap();
-            assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "also of a stream: {answer}");
+            assert_eq!(
+                status,
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "also of a stream: {answer}"
+            );
             assert!(answer.contains("mismatch"), "{answer}");
         }
     }
     for engine in [&prefiller, &decoder] {
-        let counts = [("rooms_met_total", 0.0), ("rooms_unmet_total", 0.0), ("rooms_mismatched_total", 3.0)];
+        let counts = [
+            ("rooms_met_total", 0.0),
+            ("rooms_unmet_total", 0.0),
+            ("rooms_mismatched_total", 3.0),
+        ];
         engine.expect_metrics(&counts).await;
         is_idle(engine).await;
     }
@@ -136,24 +201,48 @@ async fn prompts_of_different_requests_in_a_room_are_counted_on_both_sides() {
 
 #[tokio::test]
 async fn who_stays_alone_fails_in_the_end_and_who_reaches_nobody_earlier() {
-    let flags = ["--bootstrap-timeout", "400ms", "--bootstrap-patience", "150ms"];
+    let flags = [
+        "--bootstrap-timeout",
+        "400ms",
+        "--bootstrap-patience",
+        "150ms",
+    ];
     let (prefiller, decoder) = tokio::join!(prefiller(&flags), decoder(&flags));
     let ask = ids(0..40, 2);
     for (engine, room) in [(&prefiller, 1), (&decoder, 2)] {
         let start = Instant::now();
-        let (status, answer) = engine.post("/v1/completions", &in_room(&ask, &prefiller, room)).await;
+        let (status, answer) = engine
+            .post("/v1/completions", &in_room(&ask, &prefiller, room))
+            .await;
         assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-        assert!(answer.contains("nobody came") && start.elapsed() >= Duration::from_millis(400), "{answer}");
-        engine.expect_metrics(&[("rooms_unmet_total", 1.0), ("rooms_met_total", 0.0)]).await;
+        assert!(
+            answer.contains("nobody came") && start.elapsed() >= Duration::from_millis(400),
+            "{answer}"
+        );
+        engine
+            .expect_metrics(&[("rooms_unmet_total", 1.0), ("rooms_met_total", 0.0)])
+            .await;
         is_idle(engine).await;
     }
     // Too late for the decode side that left: its room is empty again.
-    let (status, _) = prefiller.post("/v1/completions", &in_room(&ask, &prefiller, 2)).await;
+    let (status, _) = prefiller
+        .post("/v1/completions", &in_room(&ask, &prefiller, 2))
+        .await;
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-    prefiller.expect_metrics(&[("rooms_unmet_total", 2.0)]).await;
+    prefiller
+        .expect_metrics(&[("rooms_unmet_total", 2.0)])
+        .await;
 
-    let free = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
-    let nowhere = with(&in_room(&ask, &prefiller, 3), &json!({"bootstrap_port": free}));
+    let free = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let nowhere = with(
+        &in_room(&ask, &prefiller, 3),
+        &json!({"bootstrap_port": free}),
+    );
     let (status, answer) = decoder.post("/v1/completions", &nowhere).await;
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("cannot be reached"), "{answer}");
@@ -162,7 +251,12 @@ async fn who_stays_alone_fails_in_the_end_and_who_reaches_nobody_earlier() {
 
 #[tokio::test]
 async fn a_prefill_engine_that_dies_or_refuses_is_noticed_by_the_decode_side() {
-    let flags = ["--bootstrap-timeout", "500ms", "--bootstrap-patience", "100ms"];
+    let flags = [
+        "--bootstrap-timeout",
+        "500ms",
+        "--bootstrap-patience",
+        "100ms",
+    ];
     let (prefiller, decoder) = tokio::join!(prefiller(&flags), decoder(&flags));
     let ask = in_room(&ids(0..40, 2), &prefiller, 1);
     prefiller.misbehave(json!({"refuse_prefills": 503})).await;
@@ -172,9 +266,16 @@ async fn a_prefill_engine_that_dies_or_refuses_is_noticed_by_the_decode_side() {
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("nobody came"), "{answer}");
 
-    prefiller.misbehave(json!({"refuse_prefills": null, "crash": "next_step"})).await;
+    prefiller
+        .misbehave(json!({"refuse_prefills": null, "crash": "next_step"}))
+        .await;
     let decoded = send(&decoder, &ask);
-    assert!(prefiller.try_post("/v1/completions", &ask, &[]).await.is_err());
+    assert!(
+        prefiller
+            .try_post("/v1/completions", &ask, &[])
+            .await
+            .is_err()
+    );
     let (status, answer) = decoded.await.unwrap();
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("gone"), "{answer}");
@@ -185,58 +286,109 @@ async fn a_prefill_engine_that_dies_or_refuses_is_noticed_by_the_decode_side() {
 async fn requests_are_aborted_by_name_wherever_they_are() {
     let (prefiller, decoder) = tokio::join!(prefiller(&[]), decoder(&["--speed", "1"]));
     let abort = async |engine: &Engine, which: Value| {
-        assert_eq!(engine.post("/abort_request", &which).await, (StatusCode::OK, String::new()));
+        assert_eq!(
+            engine.post("/abort_request", &which).await,
+            (StatusCode::OK, String::new())
+        );
     };
     // A prefill alone in its room.
-    let alone = send(&prefiller, &with(&in_room(&ids(0..40, 2), &prefiller, 1), &json!({"rid": "alone"})));
+    let alone = send(
+        &prefiller,
+        &with(
+            &in_room(&ids(0..40, 2), &prefiller, 1),
+            &json!({"rid": "alone"}),
+        ),
+    );
     prefiller.eventually_metric("rooms_waiting", 1.0).await;
     abort(&prefiller, json!({"rid": "somebody else"})).await;
     abort(&prefiller, json!({"rid": "alone"})).await;
     let (status, answer) = alone.await.unwrap();
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("Abort"), "{answer}");
-    prefiller.expect_metrics(&[("aborted_total", 1.0), ("rooms_unmet_total", 1.0)]).await;
+    prefiller
+        .expect_metrics(&[("aborted_total", 1.0), ("rooms_unmet_total", 1.0)])
+        .await;
     is_idle(&prefiller).await;
 
     // A decode in the middle of its answer: it ends what it has begun. A second one goes on.
-    let ask = with(&in_room(&ids(0..40, 4000), &prefiller, 2), &json!({"rid": "long", "stream": true}));
-    let other = with(&in_room(&ids(50..90, 20), &prefiller, 3), &json!({"rid": "short", "stream": true}));
-    let sent = [send(&prefiller, &ask), send(&prefiller, &other), send(&decoder, &other)];
-    let mut response = decoder.try_post("/v1/completions", &ask, &[]).await.unwrap();
+    let ask = with(
+        &in_room(&ids(0..40, 4000), &prefiller, 2),
+        &json!({"rid": "long", "stream": true}),
+    );
+    let other = with(
+        &in_room(&ids(50..90, 20), &prefiller, 3),
+        &json!({"rid": "short", "stream": true}),
+    );
+    let sent = [
+        send(&prefiller, &ask),
+        send(&prefiller, &other),
+        send(&decoder, &other),
+    ];
+    let mut response = decoder
+        .try_post("/v1/completions", &ask, &[])
+        .await
+        .unwrap();
     assert_eq!(response.status(), StatusCode::OK);
     let mut stream = response.chunk().await.unwrap().unwrap().to_vec();
     abort(&decoder, json!({"rid": "long", "abort_all": false})).await;
-    while let Some(chunk) = tokio::time::timeout(PATIENCE, response.chunk()).await.unwrap().unwrap() {
+    while let Some(chunk) = tokio::time::timeout(PATIENCE, response.chunk())
+        .await
+        .unwrap()
+        .unwrap()
+    {
         stream.extend_from_slice(&chunk);
     }
     assert_eq!(said(&String::from_utf8(stream).unwrap()).1, ["abort"]);
     for sent in sent {
         assert_eq!(sent.await.unwrap().0, StatusCode::OK);
     }
-    decoder.expect_metrics(&[("aborted_total", 1.0), ("rooms_met_total", 2.0)]).await;
+    decoder
+        .expect_metrics(&[("aborted_total", 1.0), ("rooms_met_total", 2.0)])
+        .await;
     is_idle(&decoder).await;
 
     // All of them.
-    let waiting: Vec<_> = (10..13).map(|room| send(&prefiller, &in_room(&ids(0..40, 2), &prefiller, room))).collect();
+    let waiting: Vec<_> = (10..13)
+        .map(|room| send(&prefiller, &in_room(&ids(0..40, 2), &prefiller, room)))
+        .collect();
     prefiller.eventually_metric("rooms_waiting", 3.0).await;
     abort(&prefiller, json!({"abort_all": true})).await;
     for sent in waiting {
         assert_eq!(sent.await.unwrap().0, StatusCode::INTERNAL_SERVER_ERROR);
     }
-    prefiller.expect_metrics(&[("aborted_total", 4.0), ("rooms_waiting", 0.0)]).await;
+    prefiller
+        .expect_metrics(&[("aborted_total", 4.0), ("rooms_waiting", 0.0)])
+        .await;
     let vllm = Engine::start(&[]).await;
-    assert_eq!(vllm.post("/abort_request", &json!({"abort_all": true})).await.0, StatusCode::NOT_FOUND);
+    assert_eq!(
+        vllm.post("/abort_request", &json!({"abort_all": true}))
+            .await
+            .0,
+        StatusCode::NOT_FOUND
+    );
 }
 
 #[tokio::test]
 async fn an_aborted_prefill_ends_its_decode_at_once_but_does_not_notice_a_decode_that_leaves() {
     // Steps of 50 ms, chunks of 16 tokens: the prefill takes half a second.
-    let slow = ["--step-us", "1000000", "--max-num-batched-tokens", "16", "--bootstrap-timeout", "4s"];
+    let slow = [
+        "--step-us",
+        "1000000",
+        "--max-num-batched-tokens",
+        "16",
+        "--bootstrap-timeout",
+        "4s",
+    ];
     let (prefiller, decoder) = tokio::join!(prefiller(&slow), decoder(&[]));
-    let ask = with(&in_room(&ids(0..160, 4), &prefiller, 1), &json!({"rid": "it"}));
+    let ask = with(
+        &in_room(&ids(0..160, 4), &prefiller, 1),
+        &json!({"rid": "it"}),
+    );
     let (prefilled, decoded) = (send(&prefiller, &ask), send(&decoder, &ask));
     prefiller.eventually("/running", 1).await;
-    prefiller.post("/abort_request", &json!({"rid": "it"})).await;
+    prefiller
+        .post("/abort_request", &json!({"rid": "it"}))
+        .await;
     for answered in [prefilled, decoded] {
         assert_eq!(answered.await.unwrap().0, StatusCode::INTERNAL_SERVER_ERROR);
     }
@@ -253,16 +405,26 @@ async fn an_aborted_prefill_ends_its_decode_at_once_but_does_not_notice_a_decode
         decoded.abort();
         is_idle(&decoder).await;
         prefiller.eventually("/leases", 1).await;
-        assert_eq!(prefiller.state().await["blocks"]["used"], 10, "it computed all of it, and keeps it");
+        assert_eq!(
+            prefiller.state().await["blocks"]["used"],
+            10,
+            "it computed all of it, and keeps it"
+        );
         let kept = Instant::now();
         if is_aborted {
-            prefiller.post("/abort_request", &json!({"rid": "left"})).await;
+            prefiller
+                .post("/abort_request", &json!({"rid": "left"}))
+                .await;
         }
         let (status, answer) = prefilled.await.unwrap();
         assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
         let expected = if is_aborted { "Abort" } else { "did not take" };
         assert!(answer.contains(expected), "{answer}");
-        assert!(is_aborted || kept.elapsed() > Duration::from_secs(1), "{:?}", kept.elapsed());
+        assert!(
+            is_aborted || kept.elapsed() > Duration::from_secs(1),
+            "{:?}",
+            kept.elapsed()
+        );
         is_idle(&prefiller).await;
     }
 }
@@ -271,11 +433,22 @@ async fn an_aborted_prefill_ends_its_decode_at_once_but_does_not_notice_a_decode
 async fn aborts_need_a_name_that_is_there_and_the_key_if_there_is_one() {
     let keys = ["--api-key", "any", "--admin-api-key", "admin"];
     let (prefiller, open) = tokio::join!(prefiller(&keys), prefiller(&keys[..2]));
-    let ask = in_room(&json!({"model": "sim", "prompt": ["one", "two"], "rid": "r"}), &prefiller, 1);
-    for (engine, right, wrong) in [(&prefiller, "Bearer admin", "Bearer any"), (&open, "Bearer any", "Bearer admin")] {
+    let ask = in_room(
+        &json!({"model": "sim", "prompt": ["one", "two"], "rid": "r"}),
+        &prefiller,
+        1,
+    );
+    for (engine, right, wrong) in [
+        (&prefiller, "Bearer admin", "Bearer any"),
+        (&open, "Bearer any", "Bearer admin"),
+    ] {
         let (sender, ask) = (engine.clone(), ask.clone());
         let asked = tokio::spawn(async move {
-            sender.try_post("/v1/completions", &ask, &[("authorization", "Bearer any")]).await.unwrap().status()
+            sender
+                .try_post("/v1/completions", &ask, &[("authorization", "Bearer any")])
+                .await
+                .unwrap()
+                .status()
         });
         engine.eventually_metric("rooms_waiting", 2.0).await;
         for (key, name, status) in [
@@ -286,18 +459,33 @@ async fn aborts_need_a_name_that_is_there_and_the_key_if_there_is_one() {
             (right, "", StatusCode::OK),
         ] {
             let headers = [("authorization", key)];
-            let answer = engine.try_post("/abort_request", &json!({"rid": name}), &headers).await.unwrap();
+            let answer = engine
+                .try_post("/abort_request", &json!({"rid": name}), &headers)
+                .await
+                .unwrap();
             assert_eq!(answer.status(), status, "{key:?} {name:?}");
-            engine.expect_metrics(&[("aborted_total", 0.0), ("rooms_waiting", 2.0)]).await;
+            engine
+                .expect_metrics(&[("aborted_total", 0.0), ("rooms_waiting", 2.0)])
+                .await;
         }
         let headers = [("authorization", right)];
-        engine.try_post("/abort_request", &json!({"rid": "r_1"}), &headers).await.unwrap();
+        engine
+            .try_post("/abort_request", &json!({"rid": "r_1"}), &headers)
+            .await
+            .unwrap();
         assert_eq!(asked.await.unwrap(), StatusCode::INTERNAL_SERVER_ERROR);
         engine.expect_metrics(&[("aborted_total", 1.0)]).await;
         is_idle(engine).await;
     }
-    for (path, body) in [("/v1/completions", &ask), ("/reset_prefix_cache", &json!({}))] {
-        assert_eq!(prefiller.post(path, body).await.0, StatusCode::UNAUTHORIZED, "{path}");
+    for (path, body) in [
+        ("/v1/completions", &ask),
+        ("/reset_prefix_cache", &json!({})),
+    ] {
+        assert_eq!(
+            prefiller.post(path, body).await.0,
+            StatusCode::UNAUTHORIZED,
+            "{path}"
+        );
     }
 }
 
@@ -316,7 +504,10 @@ async fn several_answers_to_a_prompt_are_refused_with_a_room() {
 async fn a_bootstrap_host_of_ip_version_6_is_understood_with_and_without_brackets() {
     let (prefiller, decoder) = tokio::join!(prefiller(&["--listen", "[::1]:0"]), decoder(&[]));
     for (room, host) in ["::1", "[::1]"].into_iter().enumerate() {
-        let ask = with(&in_room(&ids(0..30, 2), &prefiller, room), &json!({"bootstrap_host": host}));
+        let ask = with(
+            &in_room(&ids(0..30, 2), &prefiller, room),
+            &json!({"bootstrap_host": host}),
+        );
         let (prefilled, decoded) = (send(&prefiller, &ask), send(&decoder, &ask));
         assert_eq!(decoded.await.unwrap().0, StatusCode::OK, "{host}");
         assert_eq!(prefilled.await.unwrap().0, StatusCode::OK, "{host}");

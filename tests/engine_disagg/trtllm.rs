@@ -14,7 +14,9 @@ async fn pair() -> (Engine, Engine) {
 
 async fn context(engine: &Engine, body: &Value, number: impl Into<Option<u64>>) -> Value {
     let params = json!({"request_type": "context_only", "disagg_request_id": number.into()});
-    engine.complete(&with(body, &json!({"disaggregated_params": params}))).await
+    engine
+        .complete(&with(body, &json!({"disaggregated_params": params})))
+        .await
 }
 
 fn generation_of(body: &Value, params: &Value) -> Value {
@@ -30,19 +32,30 @@ async fn a_context_computed_elsewhere_is_continued_as_if_computed_here() {
     assert!(expected["choices"][0].get("disaggregated_params").is_none());
     let other = ids(300..400, 12);
     let answer = context(&contexts, &other, 4711).await;
-    assert_eq!(answer["usage"]["completion_tokens"], 1, "whatever max_tokens says");
+    assert_eq!(
+        answer["usage"]["completion_tokens"], 1,
+        "whatever max_tokens says"
+    );
     assert_eq!(answer["prompt_token_ids"], other["prompt"]);
     let params = &answer["choices"][0]["disaggregated_params"];
-    assert_eq!((&params["request_type"], &params["disagg_request_id"]), (&json!("context_only"), &json!(4711)));
+    assert_eq!(
+        (&params["request_type"], &params["disagg_request_id"]),
+        (&json!("context_only"), &json!(4711))
+    );
     assert_eq!(params["ctx_request_id"], 4711, "both sides call it that");
     assert!(params["encoded_opaque_state"].is_string(), "{params}");
     contexts.expect_metrics(&[("kv_leases", 1.0)]).await;
     let continued = generations.complete(&generation_of(&other, params)).await;
-    assert!(text(&continued).starts_with(text(&answer)), "the first token is the context's");
+    assert!(
+        text(&continued).starts_with(text(&answer)),
+        "the first token is the context's"
+    );
     assert_eq!(text(&continued), text(&contexts.complete(&other).await));
     assert_ne!(text(&continued), text(&expected));
     assert_eq!((kv(&answer), kv(&continued)), ("computed", "fetched"));
-    generations.expect_metrics(&[("kv_transfers_total", 1.0), ("kv_mismatches_total", 0.0)]).await;
+    generations
+        .expect_metrics(&[("kv_transfers_total", 1.0), ("kv_mismatches_total", 0.0)])
+        .await;
     contexts.eventually_metric("kv_leases", 0.0).await;
 }
 
@@ -52,38 +65,65 @@ async fn mixed_up_contexts_are_answered_with_other_words_and_incomplete_ones_ref
     let asks = [ids(0..70, 4), ids(100..170, 4), ids(200..270, 4)];
     let mut params = Vec::new();
     for ask in &asks {
-        params.push(context(&contexts, ask, None).await["choices"][0]["disaggregated_params"].take());
+        params
+            .push(context(&contexts, ask, None).await["choices"][0]["disaggregated_params"].take());
     }
-    let numbers: Vec<_> = params.iter().map(|params| params["ctx_request_id"].as_u64().unwrap()).collect();
+    let numbers: Vec<_> = params
+        .iter()
+        .map(|params| params["ctx_request_id"].as_u64().unwrap())
+        .collect();
     assert_eq!(numbers, [1, 2, 3], "every engine counts for itself");
     // The whole of another, the number of another with the own state, the first token of another.
-    let number = with(&params[0], &json!({"ctx_request_id": params[2]["ctx_request_id"]}));
-    let token = with(&params[0], &json!({"first_gen_tokens": params[1]["first_gen_tokens"]}));
+    let number = with(
+        &params[0],
+        &json!({"ctx_request_id": params[2]["ctx_request_id"]}),
+    );
+    let token = with(
+        &params[0],
+        &json!({"first_gen_tokens": params[1]["first_gen_tokens"]}),
+    );
     for (count, params) in [params[1].clone(), number, token].into_iter().enumerate() {
         // A prompt that it does not have yet.
-        let ask =
-            with(&asks[0], &json!({"cache_salt": if count < 2 { json!(format!("{count}")) } else { json!(null) }}));
+        let ask = with(
+            &asks[0],
+            &json!({"cache_salt": if count < 2 { json!(format!("{count}")) } else { json!(null) }}),
+        );
         let answer = generations.complete(&generation_of(&ask, &params)).await;
         assert_eq!(kv(&answer), "mismatch");
         assert_ne!(text(&answer), text(&contexts.complete(&asks[0]).await));
-        generations.expect_metrics(&[("kv_mismatches_total", (count + 1) as f64)]).await;
+        generations
+            .expect_metrics(&[("kv_mismatches_total", (count + 1) as f64)])
+            .await;
     }
     contexts.eventually_metric("kv_leases", 0.0).await;
     for missing in ["ctx_request_id", "encoded_opaque_state", "request_type"] {
         let mut body = generation_of(&asks[0], &params[0]);
-        body["disaggregated_params"].as_object_mut().unwrap().remove(missing);
-        assert_eq!(generations.ask(&body).await.0, StatusCode::BAD_REQUEST, "{missing}");
+        body["disaggregated_params"]
+            .as_object_mut()
+            .unwrap()
+            .remove(missing);
+        assert_eq!(
+            generations.ask(&body).await.0,
+            StatusCode::BAD_REQUEST,
+            "{missing}"
+        );
     }
 }
 
 #[tokio::test]
-async fn two_context_engines_that_count_alike_are_one_to_the_generation_engine_unless_the_numbers_are_given() {
+async fn two_context_engines_that_count_alike_are_one_to_the_generation_engine_unless_the_numbers_are_given()
+ {
     let ((contexts, generations), (others, alone)) = tokio::join!(pair(), pair());
     let (generations, asks) = (Arc::new(generations), [ids(0..70, 4), ids(100..170, 4)]);
     let mut mismatches = 0.0;
-    for (round, given) in [None, Some([1 << 41, (1 << 41) + 1])].into_iter().enumerate() {
+    for (round, given) in [None, Some([1 << 41, (1 << 41) + 1])]
+        .into_iter()
+        .enumerate()
+    {
         let mut params = Vec::new();
-        let salted = asks.each_ref().map(|ask| with(ask, &json!({"cache_salt": format!("{round}")})));
+        let salted = asks
+            .each_ref()
+            .map(|ask| with(ask, &json!({"cache_salt": format!("{round}")})));
         for (at, engine) in [&contexts, &others].into_iter().enumerate() {
             let answer = context(engine, &salted[at], given.map(|given| given[at])).await;
             params.push(answer["choices"][0]["disaggregated_params"].clone());
@@ -91,28 +131,47 @@ async fn two_context_engines_that_count_alike_are_one_to_the_generation_engine_u
         let is_same = params[0]["ctx_request_id"] == params[1]["ctx_request_id"];
         assert_eq!(is_same, given.is_none());
         // Both are under way at the same time.
-        generations.misbehave(json!({"hold_first_tokens": true})).await;
+        generations
+            .misbehave(json!({"hold_first_tokens": true}))
+            .await;
         let before = generations.metric("kv_transfers_total").await;
         let send = |at: usize| {
-            let (generations, body) = (generations.clone(), generation_of(&salted[at], &params[at]));
+            let (generations, body) =
+                (generations.clone(), generation_of(&salted[at], &params[at]));
             tokio::spawn(async move { generations.complete(&body).await })
         };
         let first = send(0);
-        generations.eventually_metric("kv_transfers_total", before + 1.0).await;
+        generations
+            .eventually_metric("kv_transfers_total", before + 1.0)
+            .await;
         let second = send(1);
         if is_same {
             mismatches += 1.0;
-            generations.eventually_metric("kv_mismatches_total", mismatches).await;
+            generations
+                .eventually_metric("kv_mismatches_total", mismatches)
+                .await;
         } else {
-            generations.eventually_metric("kv_transfers_total", before + 2.0).await;
+            generations
+                .eventually_metric("kv_transfers_total", before + 2.0)
+                .await;
         }
-        generations.misbehave(json!({"hold_first_tokens": false})).await;
+        generations
+            .misbehave(json!({"hold_first_tokens": false}))
+            .await;
         let (first, second) = (first.await.unwrap(), second.await.unwrap());
-        assert_eq!((kv(&first), text(&first)), ("fetched", text(&alone.complete(&asks[0]).await)));
+        assert_eq!(
+            (kv(&first), text(&first)),
+            ("fetched", text(&alone.complete(&asks[0]).await))
+        );
         assert_eq!(kv(&second), if is_same { "mismatch" } else { "fetched" });
-        assert_eq!(text(&second) == text(&alone.complete(&asks[1]).await), !is_same);
+        assert_eq!(
+            text(&second) == text(&alone.complete(&asks[1]).await),
+            !is_same
+        );
     }
-    generations.expect_metrics(&[("kv_mismatches_total", 1.0)]).await;
+    generations
+        .expect_metrics(&[("kv_mismatches_total", 1.0)])
+        .await;
     // Nobody came for those that were taken for others.
     others.expect_metrics(&[("kv_leases", 1.0)]).await;
     contexts.eventually_metric("kv_leases", 0.0).await;
@@ -123,14 +182,23 @@ async fn a_number_that_only_one_side_knows_finds_nothing() {
     let (contexts, generations) = pair().await;
     for (given, asked) in [(Some(71), 72), (None, 73)] {
         let ask = ids(0..70, 4);
-        let mut params = context(&contexts, &ask, given).await["choices"][0]["disaggregated_params"].take();
+        let mut params =
+            context(&contexts, &ask, given).await["choices"][0]["disaggregated_params"].take();
         params["disagg_request_id"] = json!(asked);
         let (status, answer) = generations.ask(&generation_of(&ask, &params)).await;
         assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "{answer}");
-        assert!(answer["error"]["message"].as_str().unwrap().contains("no such request"), "{answer}");
+        assert!(
+            answer["error"]["message"]
+                .as_str()
+                .unwrap()
+                .contains("no such request"),
+            "{answer}"
+        );
     }
     contexts.expect_metrics(&[("kv_leases", 2.0)]).await;
-    generations.expect_metrics(&[("kv_mismatches_total", 0.0), ("kv_transfers_total", 0.0)]).await;
+    generations
+        .expect_metrics(&[("kv_mismatches_total", 0.0), ("kv_transfers_total", 0.0)])
+        .await;
 }
 
 #[tokio::test]
@@ -139,9 +207,16 @@ async fn an_answer_that_ends_with_its_first_token_needs_no_generation_engine() {
     contexts.misbehave(json!({"stop_prefills": true})).await;
     let ask = ids(0..70, 4);
     let answer = context(&contexts, &ask, 5).await;
-    assert_eq!((&answer["choices"][0]["finish_reason"], kv(&answer)), (&json!("stop"), "computed"));
+    assert_eq!(
+        (&answer["choices"][0]["finish_reason"], kv(&answer)),
+        (&json!("stop"), "computed")
+    );
     contexts.expect_metrics(&[("kv_leases", 0.0)]).await;
     let params = &answer["choices"][0]["disaggregated_params"];
     let (status, answer) = generations.ask(&generation_of(&ask, params)).await;
-    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "nothing is kept for it: {answer}");
+    assert_eq!(
+        status,
+        StatusCode::INTERNAL_SERVER_ERROR,
+        "nothing is kept for it: {answer}"
+    );
 }

@@ -59,7 +59,9 @@ async fn endpoint(
     Json(body): Json<Value>,
 ) -> Response {
     let id = body["session_id"].as_str().unwrap().to_owned();
-    let is_known = headers.get("authorization").is_some_and(|value| value == "Bearer secret");
+    let is_known = headers
+        .get("authorization")
+        .is_some_and(|value| value == "Bearer secret");
     if manner == Manner::Protected && !is_known {
         return StatusCode::UNAUTHORIZED.into_response();
     }
@@ -82,7 +84,10 @@ async fn endpoint(
     match manner {
         Manner::Well | Manner::Protected => answer,
         Manner::Held => {
-            told.subscribe().wait_for(|told| told.released).await.unwrap();
+            told.subscribe()
+                .wait_for(|told| told.released)
+                .await
+                .unwrap();
             answer
         }
         Manner::Never => std::future::pending().await,
@@ -92,18 +97,29 @@ async fn endpoint(
 impl Engine {
     pub(crate) async fn start(manner: Manner) -> Self {
         let told = Arc::new(watch::Sender::new(Told::default()));
-        let routes = Routes::new().route("/{path}", post(endpoint)).with_state((told.clone(), manner));
+        let routes = Routes::new()
+            .route("/{path}", post(endpoint))
+            .with_state((told.clone(), manner));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let task = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
-        Self { address, told, task }
+        Self {
+            address,
+            told,
+            task,
+        }
     }
 
     /// Waits until the engine was told so many things.
     pub(crate) async fn heard(&self, count: usize) -> Vec<(String, Value)> {
         let mut told = self.told.subscribe();
-        let heard = tokio::time::timeout(DEADLINE, told.wait_for(|told| told.calls.len() >= count)).await;
-        assert!(heard.is_ok(), "the engine heard {:?}, not {count} calls", self.calls());
+        let heard =
+            tokio::time::timeout(DEADLINE, told.wait_for(|told| told.calls.len() >= count)).await;
+        assert!(
+            heard.is_ok(),
+            "the engine heard {:?}, not {count} calls",
+            self.calls()
+        );
         self.calls()
     }
 
@@ -113,7 +129,10 @@ impl Engine {
 }
 
 pub(crate) fn open(id: &str) -> (String, Value) {
-    ("open_session".to_owned(), json!({ "capacity_of_str_len": 65_536, "session_id": id }))
+    (
+        "open_session".to_owned(),
+        json!({ "capacity_of_str_len": 65_536, "session_id": id }),
+    )
 }
 
 pub(crate) fn close(id: &str) -> (String, Value) {

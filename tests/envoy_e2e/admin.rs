@@ -18,7 +18,12 @@ use crate::support::stack::MODEL;
 const SERVICES: [&str; 2] = ["", "envoy.service.ext_proc.v3.ExternalProcessor"];
 
 async fn readiness(deployment: &Deployment) -> Option<(StatusCode, Value)> {
-    let response = deployment.http.get(deployment.admin_url("/readyz")).send().await.ok()?;
+    let response = deployment
+        .http
+        .get(deployment.admin_url("/readyz"))
+        .send()
+        .await
+        .ok()?;
     let status = response.status();
     Some((status, response.json().await.ok()?))
 }
@@ -26,9 +31,20 @@ async fn readiness(deployment: &Deployment) -> Option<(StatusCode, Value)> {
 /// What gRPC health says of a service at the socket that Envoy uses.
 async fn health(deployment: &Deployment, service: &str) -> ServingStatus {
     let socket = deployment.standalone().ext_proc_socket();
-    let channel = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap().connect().await.unwrap();
-    let request = HealthCheckRequest { service: service.to_owned() };
-    HealthClient::new(channel).check(request).await.unwrap().into_inner().status()
+    let channel = Endpoint::from_shared(format!("unix://{}", socket.display()))
+        .unwrap()
+        .connect()
+        .await
+        .unwrap();
+    let request = HealthCheckRequest {
+        service: service.to_owned(),
+    };
+    HealthClient::new(channel)
+        .check(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .status()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -36,34 +52,65 @@ async fn readiness_names_what_is_pending_until_nothing_is() {
     let mut deployment = Deployment::engines(&[fast(5)]).await;
     deployment.engines[0].kill9();
     deployment.write_worker_entries(&json!([])).unwrap();
-    deployment.spawn_router(&telling(json!({"readiness": {"event_sources_deadline": "10m"}}))).unwrap();
+    deployment
+        .spawn_router(&telling(
+            json!({"readiness": {"event_sources_deadline": "10m"}}),
+        ))
+        .unwrap();
 
     let pending = async |deployment: &Deployment, wanted: &Value| {
         let shown = until(PATIENCE, async || {
             let answer = readiness(deployment).await;
-            answer.is_some_and(|(status, page)| status == StatusCode::SERVICE_UNAVAILABLE && page["pending"] == *wanted)
+            answer.is_some_and(|(status, page)| {
+                status == StatusCode::SERVICE_UNAVAILABLE && page["pending"] == *wanted
+            })
         });
-        assert!(shown.await, "not {wanted}: {:?}\n{}", readiness(deployment).await, deployment.router_log());
+        assert!(
+            shown.await,
+            "not {wanted}: {:?}\n{}",
+            readiness(deployment).await,
+            deployment.router_log()
+        );
         for service in SERVICES {
-            let told = until(PATIENCE, async || health(deployment, service).await == ServingStatus::NotServing).await;
+            let told = until(PATIENCE, async || {
+                health(deployment, service).await == ServingStatus::NotServing
+            })
+            .await;
             assert!(told, "gRPC health of {service:?}");
         }
     };
     pending(&deployment, &json!(["initial workers: at least 1"])).await;
-    let alive = deployment.http.get(deployment.admin_url("/healthz")).send().await.unwrap();
+    let alive = deployment
+        .http
+        .get(deployment.admin_url("/healthz"))
+        .send()
+        .await
+        .unwrap();
     assert_eq!(alive.status(), StatusCode::OK, "alive before it is ready");
 
     deployment.write_workers().unwrap();
     pending(&deployment, &json!(["event source of worker rank 5/0"])).await;
 
     let run_dir = deployment.run_dir.clone();
-    deployment.engines[0].restart(&programs(), &run_dir).await.unwrap();
+    deployment.engines[0]
+        .restart(&programs(), &run_dir)
+        .await
+        .unwrap();
     let ready = until(PATIENCE, async || {
-        readiness(&deployment).await == Some((StatusCode::OK, json!({"ready": true, "pending": []})))
+        readiness(&deployment).await
+            == Some((StatusCode::OK, json!({"ready": true, "pending": []})))
     });
-    assert!(ready.await, "{:?}\n{}", readiness(&deployment).await, deployment.router_log());
+    assert!(
+        ready.await,
+        "{:?}\n{}",
+        readiness(&deployment).await,
+        deployment.router_log()
+    );
     for service in SERVICES {
-        let told = until(PATIENCE, async || health(&deployment, service).await == ServingStatus::Serving).await;
+        let told = until(PATIENCE, async || {
+            health(&deployment, service).await == ServingStatus::Serving
+        })
+        .await;
         assert!(told, "gRPC health of {service:?}");
     }
 }
@@ -92,7 +139,10 @@ fn declared() -> BTreeMap<String, &'static str> {
     let source = include_str!("../../src/metrics.rs");
     let (_, list) = source.split_once("\nmetrics! {\n").unwrap();
     let (list, _) = list.split_once("\n}\n").unwrap();
-    let lines = list.lines().map(str::trim).filter(|line| !line.starts_with("///"));
+    let lines = list
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.starts_with("///"));
     let family = |line: &str| {
         let (name, kind) = line.split_once(": ").unwrap();
         let kind = kind.split(" = ").next().unwrap();
@@ -114,7 +164,10 @@ async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
     let mut deployment = Deployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_workers().unwrap();
     // What engines count is in the answers, of which nothing but the beginning is seen by default.
-    deployment.start_router(&telling(json!({"observe": "usage"}))).await.unwrap();
+    deployment
+        .start_router(&telling(json!({"observe": "usage"})))
+        .await
+        .unwrap();
     let envoy = deployment.envoy_config();
     deployment.start_envoy(&envoy).await.unwrap();
     let streaming = |question: &str| {
@@ -125,7 +178,9 @@ async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
     };
     for round in 0..2 {
         for topic in 0..6 {
-            let response = deployment.post("/v1/chat/completions", &streaming(&essay(topic))).await;
+            let response = deployment
+                .post("/v1/chat/completions", &streaming(&essay(topic)))
+                .await;
             let answered = Answered::read(response).await;
             answered.assert_exact();
             if round == 1 {
@@ -134,24 +189,56 @@ async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
             deployment.settle().await;
         }
     }
-    deployment.ask("one that does not stream").await.assert_exact();
+    deployment
+        .ask("one that does not stream")
+        .await
+        .assert_exact();
 
     check_formats(&deployment).await;
 
-    deployment.metrics_show("all exchanges have ended", |page| page.sum("exchanges_open", &[]) == 0.0).await;
+    deployment
+        .metrics_show("all exchanges have ended", |page| {
+            page.sum("exchanges_open", &[]) == 0.0
+        })
+        .await;
     let page = deployment.metrics().await;
     check_families(&page);
     check_traffic(&page);
     deployment.settle().await;
-    let indexed = deployment.metrics().await.sum("worker_cached_blocks", &[("tier", "device")]);
-    assert_eq!(indexed, deployment.cached_blocks().await as f64, "what the engines hold");
+    let indexed = deployment
+        .metrics()
+        .await
+        .sum("worker_cached_blocks", &[("tier", "device")]);
+    assert_eq!(
+        indexed,
+        deployment.cached_blocks().await as f64,
+        "what the engines hold"
+    );
     assert!(indexed > 30.0, "{indexed}");
     for id in ["1", "2"] {
         let worker = [("worker_id", id), ("dp_rank", "0"), ("role", "aggregated")];
-        assert_eq!(page.sum("kv_event_source_trust", &[worker[0], worker[1], ("trust", "exact")]), 1.0);
-        assert_eq!(page.samples("worker_cached_blocks").count(), 2 * 4, "two engines, four tiers");
-        for family in ["worker_active_requests", "worker_active_decode_blocks", "worker_active_prefill_tokens"] {
-            assert_eq!((page.samples(family).count(), page.sum(family, &worker)), (2, 0.0), "{family} of {id}");
+        assert_eq!(
+            page.sum(
+                "kv_event_source_trust",
+                &[worker[0], worker[1], ("trust", "exact")]
+            ),
+            1.0
+        );
+        assert_eq!(
+            page.samples("worker_cached_blocks").count(),
+            2 * 4,
+            "two engines, four tiers"
+        );
+        for family in [
+            "worker_active_requests",
+            "worker_active_decode_blocks",
+            "worker_active_prefill_tokens",
+        ] {
+            assert_eq!(
+                (page.samples(family).count(), page.sum(family, &worker)),
+                (2, 0.0),
+                "{family} of {id}"
+            );
         }
     }
 }
@@ -164,23 +251,44 @@ async fn check_formats(deployment: &Deployment) {
             asking = asking.header("accept", accept);
         }
         let response = asking.send().await.unwrap();
-        let content_type = response.headers()["content-type"].to_str().unwrap().to_owned();
+        let content_type = response.headers()["content-type"]
+            .to_str()
+            .unwrap()
+            .to_owned();
         (content_type, response.text().await.unwrap())
     };
     let (content_type, open_metrics) = page(Some(ACCEPT)).await;
-    assert_eq!(content_type, "application/openmetrics-text; version=1.0.0; charset=utf-8");
+    assert_eq!(
+        content_type,
+        "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    );
     let strict = strict::parse(&open_metrics, PageFormat::OpenMetrics);
     for accept in [None, Some("text/plain;version=0.0.4"), Some("*/*")] {
         let (content_type, text) = page(accept).await;
-        assert_eq!(content_type, "text/plain; version=0.0.4; charset=utf-8", "{accept:?}");
+        assert_eq!(
+            content_type, "text/plain; version=0.0.4; charset=utf-8",
+            "{accept:?}"
+        );
         let types = |families: &BTreeMap<String, (String, usize)>| -> BTreeMap<String, String> {
-            families.iter().map(|(name, (kind, _))| (name.clone(), kind.clone())).collect()
+            families
+                .iter()
+                .map(|(name, (kind, _))| (name.clone(), kind.clone()))
+                .collect()
         };
-        assert_eq!(types(&strict::parse(&text, PageFormat::Prometheus)), types(&strict), "{accept:?}");
+        assert_eq!(
+            types(&strict::parse(&text, PageFormat::Prometheus)),
+            types(&strict),
+            "{accept:?}"
+        );
     }
     for (name, kind) in declared() {
-        let found = strict.get(&name).map(|(kind, samples)| (kind.as_str(), *samples > 0));
-        assert!(found == Some((kind, true)) || NOT_HERE.contains(&name.as_str()), "{name} is {found:?}, not {kind}");
+        let found = strict
+            .get(&name)
+            .map(|(kind, samples)| (kind.as_str(), *samples > 0));
+        assert!(
+            found == Some((kind, true)) || NOT_HERE.contains(&name.as_str()),
+            "{name} is {found:?}, not {kind}"
+        );
     }
 }
 
@@ -194,15 +302,37 @@ async fn metric_families_are_present_before_the_first_request() {
         .collect();
     assert_eq!(absent, Vec::<String>::new(), "{}", page.text());
     let zero = [
-        ("requests_total", [("mode", "exact"), ("role", "aggregated")]),
-        ("requests_total", [("mode", "passthrough"), ("role", "none")]),
-        ("inter_token_latency_seconds_count", [("model", MODEL), ("role", "aggregated")]),
+        (
+            "requests_total",
+            [("mode", "exact"), ("role", "aggregated")],
+        ),
+        (
+            "requests_total",
+            [("mode", "passthrough"), ("role", "none")],
+        ),
+        (
+            "inter_token_latency_seconds_count",
+            [("model", MODEL), ("role", "aggregated")],
+        ),
     ];
     for (name, labels) in zero {
-        let found = page.samples(name).filter(|sample| labels.iter().all(|(key, value)| sample.labels[*key] == *value));
-        assert_eq!(found.map(|sample| sample.value).collect::<Vec<_>>(), [0.0], "{name} {labels:?}");
+        let found = page.samples(name).filter(|sample| {
+            labels
+                .iter()
+                .all(|(key, value)| sample.labels[*key] == *value)
+        });
+        assert_eq!(
+            found.map(|sample| sample.value).collect::<Vec<_>>(),
+            [0.0],
+            "{name} {labels:?}"
+        );
     }
-    assert!(page.samples("degradations_total").any(|sample| sample.labels["reason"] == "deadline"), "{}", page.text());
+    assert!(
+        page.samples("degradations_total")
+            .any(|sample| sample.labels["reason"] == "deadline"),
+        "{}",
+        page.text()
+    );
 }
 
 /// Nothing on the page is undeclared, and what is declared is on the page.
@@ -212,54 +342,127 @@ fn check_families(page: &Page) {
     for (name, kind) in &page.families {
         assert_eq!(declared.get(name).copied(), Some(kind.as_str()), "{name}");
     }
-    let absent: Vec<&str> =
-        declared.keys().filter(|name| !page.families.contains_key(*name)).map(String::as_str).collect();
-    assert!(absent.iter().all(|name| NOT_HERE.contains(name)), "{absent:?} are missing:\n{}", page.text());
+    let absent: Vec<&str> = declared
+        .keys()
+        .filter(|name| !page.families.contains_key(*name))
+        .map(String::as_str)
+        .collect();
+    assert!(
+        absent.iter().all(|name| NOT_HERE.contains(name)),
+        "{absent:?} are missing:\n{}",
+        page.text()
+    );
 }
 
 /// The measures of 12 streaming requests and one that was not.
 fn check_traffic(page: &Page) {
     let model = [("model", MODEL)];
-    for name in ["prompt_tokens", "hit_rate", "time_to_first_token_seconds", "request_duration_seconds"] {
-        assert_eq!(page.sum(&format!("{name}_count"), &model), 13.0, "{name}:\n{}", page.text());
+    for name in [
+        "prompt_tokens",
+        "hit_rate",
+        "time_to_first_token_seconds",
+        "request_duration_seconds",
+    ] {
+        assert_eq!(
+            page.sum(&format!("{name}_count"), &model),
+            13.0,
+            "{name}:\n{}",
+            page.text()
+        );
         assert!(page.sum(&format!("{name}_sum"), &model) > 0.0, "{name}");
     }
     assert_eq!(page.sum("output_tokens_count", &model), 13.0);
     assert_eq!(page.sum("output_tokens_sum", &model), 26.0);
     // Two tokens each; the answer in one piece has no time between its tokens.
     let decoded = [("model", MODEL), ("role", "aggregated")];
-    assert_eq!(page.sum("inter_token_latency_seconds_count", &decoded), 12.0, "{}", page.text());
-    assert!(page.sum("inter_token_latency_seconds_sum", &decoded) > 0.0, "{}", page.text());
-    assert_eq!(page.sum("time_to_first_token_seconds_count", &decoded), 13.0);
-    assert_eq!(page.sum("requests_total", &[("mode", "exact"), ("role", "aggregated")]), 13.0);
-    assert_eq!(page.sum("requests_total", &[("model", MODEL), ("mode", "exact")]), 13.0);
+    assert_eq!(
+        page.sum("inter_token_latency_seconds_count", &decoded),
+        12.0,
+        "{}",
+        page.text()
+    );
+    assert!(
+        page.sum("inter_token_latency_seconds_sum", &decoded) > 0.0,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("time_to_first_token_seconds_count", &decoded),
+        13.0
+    );
+    assert_eq!(
+        page.sum(
+            "requests_total",
+            &[("mode", "exact"), ("role", "aggregated")]
+        ),
+        13.0
+    );
+    assert_eq!(
+        page.sum("requests_total", &[("model", MODEL), ("mode", "exact")]),
+        13.0
+    );
     assert_eq!(page.sum("exchanges_total", &[]), 13.0);
-    assert_eq!(page.sum("exchanges_total", &[("outcome", "complete")]), 13.0);
+    assert_eq!(
+        page.sum("exchanges_total", &[("outcome", "complete")]),
+        13.0
+    );
     let cached = |name: &str| page.sum(&format!("{name}_cached_tokens_total"), &model);
-    assert!(cached("delivered") > 600.0 && cached("predicted") >= cached("delivered"), "{}", page.text());
+    assert!(
+        cached("delivered") > 600.0 && cached("predicted") >= cached("delivered"),
+        "{}",
+        page.text()
+    );
     assert!(cached("best") >= cached("predicted"), "{}", page.text());
-    for stage in ["parse", "render", "tokenize", "hash", "index", "choose", "total"] {
+    for stage in [
+        "parse", "render", "tokenize", "hash", "index", "choose", "total",
+    ] {
         let stage = [("stage", stage)];
-        assert_eq!(page.sum("decision_stage_microseconds_count", &stage), 13.0, "{stage:?}");
-        assert!(page.sum("decision_stage_microseconds_sum", &stage) > 0.0, "{stage:?}");
+        assert_eq!(
+            page.sum("decision_stage_microseconds_count", &stage),
+            13.0,
+            "{stage:?}"
+        );
+        assert!(
+            page.sum("decision_stage_microseconds_sum", &stage) > 0.0,
+            "{stage:?}"
+        );
     }
-    assert!(page.sum("kv_events_total", &[("kind", "stored"), ("outcome", "ok")]) > 0.0, "{}", page.text());
+    assert!(
+        page.sum("kv_events_total", &[("kind", "stored"), ("outcome", "ok")]) > 0.0,
+        "{}",
+        page.text()
+    );
     assert!(page.sum("kv_event_batches_total", &[("outcome", "applied")]) > 0.0);
     assert!(page.sum("endpoint_file_writes_total", &[("outcome", "written")]) > 0.0);
     assert!(page.sum("fleet_generation", &[]) > 0.0);
     assert_eq!(page.sum("degradations_total", &[]), 0.0);
     assert_eq!(page.sum("workers", &[]), 2.0);
-    assert_eq!(page.sum("task_up", &[]), page.samples("task_up").count() as f64, "{}", page.text());
+    assert_eq!(
+        page.sum("task_up", &[]),
+        page.samples("task_up").count() as f64,
+        "{}",
+        page.text()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_load_of_a_worker_rank_shows_while_it_lasts_and_is_gone_after() {
     let deployment = Deployment::start(&[fast(u64::MAX)]).await;
-    let hang = deployment.http.post(deployment.engines[0].url("/sim/misbehave")).json(&json!({"hang": true}));
+    let hang = deployment
+        .http
+        .post(deployment.engines[0].url("/sim/misbehave"))
+        .json(&json!({"hang": true}));
     assert_eq!(hang.send().await.unwrap().status(), StatusCode::OK);
     let url = deployment.url("/v1/chat/completions");
     let client = deployment.http.clone();
-    let asking = tokio::spawn(async move { client.post(url).json(&chat(&essay(1))).send().await.map(drop) });
+    let asking = tokio::spawn(async move {
+        client
+            .post(url)
+            .json(&chat(&essay(1)))
+            .send()
+            .await
+            .map(drop)
+    });
 
     let worker = [("worker_id", "18446744073709551615"), ("dp_rank", "0")];
     deployment
@@ -290,12 +493,28 @@ async fn how_much_is_logged_does_not_change_how_it_runs_and_ends() {
         let more = json!({"log": {"level": level}, "readiness": {"min_initial_workers": 0}});
         deployment.start_router(&telling(more)).await.unwrap();
         // A request from the end of the start on, so that it had the time to end by itself.
-        let alive = deployment.http.get(deployment.admin_url("/metrics")).send().await.unwrap();
+        let alive = deployment
+            .http
+            .get(deployment.admin_url("/metrics"))
+            .send()
+            .await
+            .unwrap();
         assert_eq!(alive.status(), StatusCode::OK, "{level}");
         let router = deployment.router().unwrap();
         assert!(router.is_running(), "{level}: {}", router.log_tail());
         router.terminate();
-        assert!(until(PATIENCE, async || !router.is_running()).await, "{level}: {}", router.log_tail());
-        assert!(router.wait_exit(std::time::Instant::now()).unwrap().success(), "{level}: {}", router.log_tail());
+        assert!(
+            until(PATIENCE, async || !router.is_running()).await,
+            "{level}: {}",
+            router.log_tail()
+        );
+        assert!(
+            router
+                .wait_exit(std::time::Instant::now())
+                .unwrap()
+                .success(),
+            "{level}: {}",
+            router.log_tail()
+        );
     }
 }

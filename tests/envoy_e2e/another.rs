@@ -36,7 +36,12 @@ impl Another {
         let mut command = std::process::Command::new(&programs().warmroute[0]);
         command.arg("serve").arg("--config").arg(&file);
         let child = Child::spawn(name, &command, &deployment.run_dir).unwrap();
-        Self { child, socket, admin, http: deployment.http.clone() }
+        Self {
+            child,
+            socket,
+            admin,
+            http: deployment.http.clone(),
+        }
     }
 
     /// The same, ready.
@@ -47,7 +52,9 @@ impl Another {
     }
 
     pub(crate) async fn is_ready(&self) {
-        wait_ready(Ready::Http(&self.url("/readyz")), PATIENCE, &self.child).await.unwrap();
+        wait_ready(Ready::Http(&self.url("/readyz")), PATIENCE, &self.child)
+            .await
+            .unwrap();
     }
 
     pub(crate) fn url(&self, page: &str) -> String {
@@ -56,13 +63,23 @@ impl Another {
 
     /// What it says of its index.
     pub(crate) async fn index(&self) -> Value {
-        let page = self.http.get(self.url("/debug/index")).send().await.unwrap();
-        page.json().await.unwrap_or_else(|error| panic!("{error}\n{}", self.child.log_tail()))
+        let page = self
+            .http
+            .get(self.url("/debug/index"))
+            .send()
+            .await
+            .unwrap();
+        page.json()
+            .await
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.child.log_tail()))
     }
 
     /// The shipped configuration of Envoy, which asks this one.
     pub(crate) fn envoy_config(&self, deployment: &Deployment) -> String {
         let first = deployment.standalone().ext_proc_socket();
-        deployment.envoy_config().replace(&first.display().to_string(), &self.socket.display().to_string())
+        deployment.envoy_config().replace(
+            &first.display().to_string(),
+            &self.socket.display().to_string(),
+        )
     }
 }

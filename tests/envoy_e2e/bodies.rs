@@ -26,14 +26,21 @@ impl Shown {
             return shipped;
         }
         let mut config: Value = serde_saphyr::from_str(&shipped).unwrap();
-        let filters = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters";
+        let filters =
+            "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters";
         let filters = config.pointer_mut(filters).unwrap().as_array_mut().unwrap();
-        let filter = filters.iter_mut().find(|filter| filter["name"] == "envoy.filters.http.ext_proc").unwrap();
+        let filter = filters
+            .iter_mut()
+            .find(|filter| filter["name"] == "envoy.filters.http.ext_proc")
+            .unwrap();
         if self == Shown::FullDuplexWithLength {
             filter["typed_config"]["allow_content_length_header"] = json!(true);
         }
         let modes = &mut filter["typed_config"]["processing_mode"];
-        assert_eq!((&modes["request_body_mode"], &modes["request_trailer_mode"]), (&json!("BUFFERED"), &json!("SKIP")));
+        assert_eq!(
+            (&modes["request_body_mode"], &modes["request_trailer_mode"]),
+            (&json!("BUFFERED"), &json!("SKIP"))
+        );
         modes["request_body_mode"] = json!("FULL_DUPLEX_STREAMED");
         modes["request_trailer_mode"] = json!("SEND");
         config.to_string()
@@ -45,20 +52,31 @@ fn long_chat(size: usize) -> Vec<u8> {
     let words = "every byte of this question has to arrive, ümläute \u{1f525} and \"quotes\" too; ";
     let mut content = words.repeat(size / words.len());
     content.push_str("what is the last word?");
-    json!({"model": MODEL, "messages": [{"role": "user", "content": content}]}).to_string().into_bytes()
+    json!({"model": MODEL, "messages": [{"role": "user", "content": content}]})
+        .to_string()
+        .into_bytes()
 }
 
 fn chunked(body: &[u8]) -> Body {
-    let pieces: Vec<_> = body.chunks(60_000).map(Bytes::copy_from_slice).map(Ok::<_, std::io::Error>).collect();
+    let pieces: Vec<_> = body
+        .chunks(60_000)
+        .map(Bytes::copy_from_slice)
+        .map(Ok::<_, std::io::Error>)
+        .collect();
     Body::wrap_stream(futures_util::stream::iter(pieces))
 }
 
 async fn bodies_arrive(shown: Shown) {
     let echoes = [Echo::start(1).await, Echo::start(u64::MAX).await];
     let mut deployment = Deployment::engines(&[]).await;
-    deployment.write_worker_entries(&echoes.iter().map(Echo::entry).collect()).unwrap();
+    deployment
+        .write_worker_entries(&echoes.iter().map(Echo::entry).collect())
+        .unwrap();
     // With warmroute's own deadline: what cannot be tokenised in time goes by load, and arrives all the same.
-    deployment.start_router(&telling(json!({"limits": {}}))).await.unwrap();
+    deployment
+        .start_router(&telling(json!({"limits": {}})))
+        .await
+        .unwrap();
     let envoy = shown.config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
     let client = || warmroute::tls::client().timeout(PATIENCE);
@@ -70,10 +88,23 @@ async fn bodies_arrive(shown: Shown) {
     for body in &bodies {
         for (client, version) in [(&http1, Version::HTTP_11), (&http2, Version::HTTP_2)] {
             for sized in [true, false] {
-                let what = format!("{} bytes, {shown:?}, {version:?}, length told: {sized}", body.len());
-                let payload = if sized { Body::from(body.clone()) } else { chunked(body) };
-                let request = client.post(deployment.url("/v1/chat/completions")).body(payload);
-                let response = request.header("content-type", "application/json").send().await.unwrap();
+                let what = format!(
+                    "{} bytes, {shown:?}, {version:?}, length told: {sized}",
+                    body.len()
+                );
+                let payload = if sized {
+                    Body::from(body.clone())
+                } else {
+                    chunked(body)
+                };
+                let request = client
+                    .post(deployment.url("/v1/chat/completions"))
+                    .body(payload);
+                let response = request
+                    .header("content-type", "application/json")
+                    .send()
+                    .await
+                    .unwrap();
                 assert_eq!(response.version(), version, "{what}");
                 let answered = Answered::read(response).await;
                 // Workers without events are routed by what was sent to them. What cannot be read, or not in time, goes by
@@ -83,14 +114,21 @@ async fn bodies_arrive(shown: Shown) {
                     2..=4_000 => &["approximate"],
                     _ => &["approximate", "load_only"],
                 };
-                assert!(answered.status == 200 && modes.contains(&answered.mode()), "{what}: {answered:?}");
+                assert!(
+                    answered.status == 200 && modes.contains(&answered.mode()),
+                    "{what}: {answered:?}"
+                );
                 let report = &answered.documents()[0];
                 assert_eq!(
                     (&report["bytes"], &report["xxh3"]),
                     (&json!(body.len()), &json!(fingerprint(body))),
                     "{what}"
                 );
-                assert_eq!(received(report, "x-worker-instance-id"), [answered.engine()], "{what}");
+                assert_eq!(
+                    received(report, "x-worker-instance-id"),
+                    [answered.engine()],
+                    "{what}"
+                );
                 // Envoy alone cannot know that a body in pieces keeps its length; warmroute has gathered all of it.
                 let told = match shown {
                     Shown::Buffered => sized,
@@ -98,8 +136,15 @@ async fn bodies_arrive(shown: Shown) {
                     Shown::FullDuplexWithLength => true,
                 };
                 let length = body.len().to_string();
-                let expected = if told { (vec![length.as_str()], vec![]) } else { (vec![], vec!["chunked"]) };
-                let framing = (received(report, "content-length"), received(report, "transfer-encoding"));
+                let expected = if told {
+                    (vec![length.as_str()], vec![])
+                } else {
+                    (vec![], vec!["chunked"])
+                };
+                let framing = (
+                    received(report, "content-length"),
+                    received(report, "transfer-encoding"),
+                );
                 assert_eq!(framing, expected, "{what}");
             }
         }

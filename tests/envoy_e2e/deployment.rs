@@ -43,10 +43,21 @@ pub(crate) fn fast(id: u64) -> EngineSpec {
 
 pub(crate) fn programs() -> Programs {
     let tests = std::env::current_exe().unwrap();
-    let engine = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
+    let engine = tests
+        .parent()
+        .unwrap()
+        .with_file_name("examples")
+        .join("engine_sim");
     // A whole `cargo test` builds it first; a run of this test alone does not.
-    assert!(engine.exists(), "{} is missing: cargo build --example engine_sim", engine.display());
-    Programs { warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()], engine: vec![engine.into()] }
+    assert!(
+        engine.exists(),
+        "{} is missing: cargo build --example engine_sim",
+        engine.display()
+    );
+    Programs {
+        warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()],
+        engine: vec![engine.into()],
+    }
 }
 
 impl Deployment {
@@ -60,10 +71,19 @@ impl Deployment {
 
     /// The engines alone.
     pub(crate) async fn engines(specs: &[EngineSpec]) -> Self {
-        let dir = tempfile::Builder::new().prefix("warmroute-").tempdir().unwrap();
-        let stack = Stack::engines(&programs(), specs, dir.path()).await.unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-")
+            .tempdir()
+            .unwrap();
+        let stack = Stack::engines(&programs(), specs, dir.path())
+            .await
+            .unwrap();
         let http = warmroute::tls::client().timeout(PATIENCE).build().unwrap();
-        Self { stack, http, _dir: dir }
+        Self {
+            stack,
+            http,
+            _dir: dir,
+        }
     }
 
     /// Starts warmroute with the workers file as it is, and Envoy with the shipped configuration.
@@ -82,7 +102,12 @@ impl Deployment {
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Response {
-        self.http.post(self.url(path)).json(body).send().await.unwrap()
+        self.http
+            .post(self.url(path))
+            .json(body)
+            .send()
+            .await
+            .unwrap()
     }
 
     /// A chat with one question, so small that the engine has hardly anything to do.
@@ -97,7 +122,10 @@ impl Deployment {
     }
 
     pub(crate) async fn metrics(&self) -> Page {
-        let asking = self.http.get(self.admin_url("/metrics")).header("accept", openmetrics::ACCEPT);
+        let asking = self
+            .http
+            .get(self.admin_url("/metrics"))
+            .header("accept", openmetrics::ACCEPT);
         let response = asking.send().await.unwrap();
         assert_eq!(response.status(), StatusCode::OK);
         Page::read(&response.text().await.unwrap())
@@ -113,28 +141,50 @@ impl Deployment {
     pub(crate) async fn settle(&self) {
         self.idle().await;
         let agree = async || {
-            let indexed = self.debug("index").await.unwrap()["total"]["device"].as_u64().unwrap();
+            let indexed = self.debug("index").await.unwrap()["total"]["device"]
+                .as_u64()
+                .unwrap();
             indexed == self.cached_blocks().await
         };
-        assert!(until(PATIENCE, agree).await, "the index differs from what the engines hold");
+        assert!(
+            until(PATIENCE, agree).await,
+            "the index differs from what the engines hold"
+        );
     }
 
     /// Waits until no request is booked any more.
     pub(crate) async fn idle(&self) {
         let idle = async || {
             let load = self.debug("load").await.unwrap();
-            load.as_array().unwrap().iter().all(|rank| rank["active_requests"] == 0)
+            load.as_array()
+                .unwrap()
+                .iter()
+                .all(|rank| rank["active_requests"] == 0)
         };
-        assert!(until(PATIENCE, idle).await, "load is left over: {}", self.debug("load").await.unwrap());
+        assert!(
+            until(PATIENCE, idle).await,
+            "load is left over: {}",
+            self.debug("load").await.unwrap()
+        );
     }
 
     /// Distinct blocks cached on the device, summed over the ranks of the engines.
     pub(crate) async fn cached_blocks(&self) -> u64 {
         let mut blocks = 0;
         for engine in &self.stack.engines {
-            let state: Value = self.http.get(engine.url("/sim/state")).send().await.unwrap().json().await.unwrap();
+            let state: Value = self
+                .http
+                .get(engine.url("/sim/state"))
+                .send()
+                .await
+                .unwrap()
+                .json()
+                .await
+                .unwrap();
             let ranks = state["ranks"].as_array().unwrap().iter();
-            blocks += ranks.map(|rank| rank["cached"].as_array().unwrap().len() as u64).sum::<u64>();
+            blocks += ranks
+                .map(|rank| rank["cached"].as_array().unwrap().len() as u64)
+                .sum::<u64>();
         }
         blocks
     }
@@ -159,7 +209,9 @@ pub(crate) fn telling(more: Value) -> Value {
         "discovery": {"poll": "1h"},
         "log": {"level": "info"},
     });
-    let Value::Object(more) = more else { panic!("{more} is no section") };
+    let Value::Object(more) = more else {
+        panic!("{more} is no section")
+    };
     config.as_object_mut().unwrap().extend(more);
     config
 }
@@ -170,7 +222,10 @@ pub(crate) fn chat(question: &str) -> Value {
 
 /// A few dozen words that no other call with another `topic` begins with.
 pub(crate) fn essay(topic: usize) -> String {
-    let words = ["river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour", "thread"];
+    let words = [
+        "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
+        "thread",
+    ];
     let word = |at: usize| words[(at * 7 + topic * (at + 3)) % words.len()];
     let body: Vec<&str> = (0..120).map(word).collect();
     format!("Number {topic}: {}", body.join(" "))
@@ -187,12 +242,18 @@ pub(crate) struct Answered {
 impl Answered {
     pub(crate) async fn read(response: Response) -> Self {
         let (status, headers) = (response.status(), response.headers().clone());
-        Self { status, headers, body: response.bytes().await.unwrap().to_vec() }
+        Self {
+            status,
+            headers,
+            body: response.bytes().await.unwrap().to_vec(),
+        }
     }
 
     /// A header; empty where there is none.
     pub(crate) fn header(&self, name: &str) -> &str {
-        self.headers.get(name).map_or("", |value| value.to_str().unwrap())
+        self.headers
+            .get(name)
+            .map_or("", |value| value.to_str().unwrap())
     }
 
     pub(crate) fn mode(&self) -> &str {
@@ -204,7 +265,9 @@ impl Answered {
     }
 
     pub(crate) fn predicted(&self) -> Option<u64> {
-        self.header("x-warmroute-predicted-cached-tokens").parse().ok()
+        self.header("x-warmroute-predicted-cached-tokens")
+            .parse()
+            .ok()
     }
 
     /// The answer as a document, the events of a stream as a list.
@@ -213,16 +276,26 @@ impl Answered {
         if !self.header("content-type").starts_with("text/event-stream") {
             return vec![serde_json::from_str(&text).unwrap()];
         }
-        assert!(text.ends_with("data: [DONE]\n\n"), "a stream that was cut: {text}");
-        let events = text.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|event| *event != "[DONE]");
-        events.map(|event| serde_json::from_str(event).unwrap()).collect()
+        assert!(
+            text.ends_with("data: [DONE]\n\n"),
+            "a stream that was cut: {text}"
+        );
+        let events = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("data: "))
+            .filter(|event| *event != "[DONE]");
+        events
+            .map(|event| serde_json::from_str(event).unwrap())
+            .collect()
     }
 
     /// The usage, which the last document carries.
     pub(crate) fn cached_tokens(&self) -> u64 {
         let documents = self.documents();
         let usage = &documents.last().unwrap()["usage"];
-        usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_else(|| panic!("no usage in {documents:?}"))
+        usage["prompt_tokens_details"]["cached_tokens"]
+            .as_u64()
+            .unwrap_or_else(|| panic!("no usage in {documents:?}"))
     }
 
     /// Everything that says who served agrees on an exact route.
@@ -230,9 +303,25 @@ impl Answered {
         assert_eq!(self.status, StatusCode::OK, "{self:?}");
         assert_eq!(self.mode(), "exact", "{self:?}");
         assert!(!self.engine().is_empty(), "{self:?}");
-        assert_eq!(self.engine(), self.header("x-received-worker-instance-id"), "as the engine received it: {self:?}");
-        assert_eq!(self.engine(), self.header("x-worker-instance-id"), "as the client is told: {self:?}");
-        assert_eq!(self.header("x-received-dp-rank"), self.header("x-dp-rank"), "{self:?}");
-        assert_eq!(self.header("x-served-dp-rank"), self.header("x-dp-rank"), "{self:?}");
+        assert_eq!(
+            self.engine(),
+            self.header("x-received-worker-instance-id"),
+            "as the engine received it: {self:?}"
+        );
+        assert_eq!(
+            self.engine(),
+            self.header("x-worker-instance-id"),
+            "as the client is told: {self:?}"
+        );
+        assert_eq!(
+            self.header("x-received-dp-rank"),
+            self.header("x-dp-rank"),
+            "{self:?}"
+        );
+        assert_eq!(
+            self.header("x-served-dp-rank"),
+            self.header("x-dp-rank"),
+            "{self:?}"
+        );
     }
 }

@@ -23,7 +23,8 @@ impl Echo {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let app = Router::new().fallback(move |request| answer(id, request));
-        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
         Self { id, address, task }
     }
 
@@ -41,7 +42,9 @@ impl Drop for Echo {
 
 async fn answer(id: u64, request: Request) -> impl IntoResponse {
     let (head, body) = request.into_parts();
-    let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| json!([name.as_str(), value.to_str().unwrap()]);
+    let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| {
+        json!([name.as_str(), value.to_str().unwrap()])
+    };
     let headers: Vec<Value> = head.headers.iter().map(text).collect();
     let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
     let received = json!({
@@ -59,5 +62,8 @@ pub(crate) fn fingerprint(body: &[u8]) -> String {
 /// What the backend received under a header name.
 pub(crate) fn received<'r>(report: &'r Value, name: &str) -> Vec<&'r str> {
     let pairs = report["headers"].as_array().unwrap().iter();
-    pairs.filter(|pair| pair[0] == name).map(|pair| pair[1].as_str().unwrap()).collect()
+    pairs
+        .filter(|pair| pair[0] == name)
+        .map(|pair| pair[1].as_str().unwrap())
+        .collect()
 }

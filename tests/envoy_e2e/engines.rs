@@ -19,7 +19,9 @@ async fn one_question_each(
         topic += 1;
         let answered = deployment.complete(&essay(topic)).await;
         answered.assert_exact();
-        questions.entry(place(&answered)).or_insert_with(|| essay(topic));
+        questions
+            .entry(place(&answered))
+            .or_insert_with(|| essay(topic));
         deployment.idle().await;
         questions.len() == places
     });
@@ -39,8 +41,15 @@ async fn each_is_warm(
             let answered = deployment.complete(question).await;
             answered.assert_exact();
             assert_eq!(&place(&answered), warm, "round {round}: {answered:?}");
-            assert!(answered.cached_tokens() > 100, "round {round}: {answered:?}");
-            assert_eq!(answered.predicted(), Some(answered.cached_tokens()), "round {round}");
+            assert!(
+                answered.cached_tokens() > 100,
+                "round {round}: {answered:?}"
+            );
+            assert_eq!(
+                answered.predicted(),
+                Some(answered.cached_tokens()),
+                "round {round}"
+            );
         }
     }
 }
@@ -64,9 +73,17 @@ async fn a_prefix_on_one_data_parallel_rank_brings_its_follow_ups_to_that_rank()
     let page = deployment.metrics().await;
     for rank in ["0", "1"] {
         let labels = [("worker_id", "9"), ("dp_rank", rank)];
-        assert!(page.sum("worker_cached_blocks", &labels) > 0.0, "rank {rank}:\n{}", page.text());
+        assert!(
+            page.sum("worker_cached_blocks", &labels) > 0.0,
+            "rank {rank}:\n{}",
+            page.text()
+        );
         let exact = [labels[0], labels[1], ("trust", "exact")];
-        assert_eq!(page.sum("kv_event_source_trust", &exact), 1.0, "rank {rank}");
+        assert_eq!(
+            page.sum("kv_event_source_trust", &exact),
+            1.0,
+            "rank {rank}"
+        );
     }
 }
 
@@ -79,7 +96,11 @@ async fn engines_become_warm_whatever_their_event_encoding_and_whoever_attaches(
         fast(4),
     ];
     let mut deployment = Deployment::engines(&specs).await;
-    let mut entries: Vec<Value> = deployment.engines.iter().map(|engine| engine.entry()).collect();
+    let mut entries: Vec<Value> = deployment
+        .engines
+        .iter()
+        .map(|engine| engine.entry())
+        .collect();
     for reversed in &mut entries[1..3] {
         reversed["kv_events"]["attach"] = json!("bind");
     }
@@ -90,5 +111,10 @@ async fn engines_become_warm_whatever_their_event_encoding_and_whoever_attaches(
     let questions = one_question_each(&deployment, 4, engine).await;
     each_is_warm(&deployment, &questions, engine).await;
     let page = deployment.metrics().await;
-    assert_eq!(page.sum("kv_event_batches_total", &[("outcome", "undecodable")]), 0.0, "{}", page.text());
+    assert_eq!(
+        page.sum("kv_event_batches_total", &[("outcome", "undecodable")]),
+        0.0,
+        "{}",
+        page.text()
+    );
 }

@@ -27,33 +27,61 @@ pub(crate) struct Page {
 impl Page {
     /// Reads a page; panics at the first line that breaks the format.
     pub(crate) fn read(text: &str) -> Self {
-        let lines = text.strip_suffix("# EOF\n").unwrap_or_else(|| panic!("no end mark in {text}")).lines();
-        let (mut families, mut helped, mut samples) = (BTreeMap::<String, String>::new(), BTreeSet::new(), Vec::new());
+        let lines = text
+            .strip_suffix("# EOF\n")
+            .unwrap_or_else(|| panic!("no end mark in {text}"))
+            .lines();
+        let (mut families, mut helped, mut samples) = (
+            BTreeMap::<String, String>::new(),
+            BTreeSet::new(),
+            Vec::new(),
+        );
         let mut family = String::new();
         for line in lines {
             let Some(comment) = line.strip_prefix("# ") else {
                 let sample = sample(line);
                 let suffixes = suffixes(&families[&family]);
-                let own = suffixes.iter().any(|suffix| sample.name == format!("{family}{suffix}"));
-                assert!(own, "{line:?} stands under {family}, a {}", families[&family]);
+                let own = suffixes
+                    .iter()
+                    .any(|suffix| sample.name == format!("{family}{suffix}"));
+                assert!(
+                    own,
+                    "{line:?} stands under {family}, a {}",
+                    families[&family]
+                );
                 samples.push(sample);
                 continue;
             };
             let mut words = comment.splitn(3, ' ');
-            let (keyword, name, rest) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
+            let (keyword, name, rest) = (
+                words.next().unwrap(),
+                words.next().unwrap(),
+                words.next().unwrap(),
+            );
             assert!(is_name(name), "{line}");
             match keyword {
                 "HELP" => assert!(helped.insert(name.to_owned()) && rest.len() > 2, "{line}"),
                 "TYPE" => {
                     suffixes(rest);
-                    assert!(families.insert(name.to_owned(), rest.to_owned()).is_none(), "{name} comes twice");
+                    assert!(
+                        families.insert(name.to_owned(), rest.to_owned()).is_none(),
+                        "{name} comes twice"
+                    );
                     name.clone_into(&mut family);
                 }
                 _ => panic!("{line}"),
             }
         }
-        assert_eq!(helped, families.keys().cloned().collect(), "every family has its help");
-        let page = Self { text: text.to_owned(), families, samples };
+        assert_eq!(
+            helped,
+            families.keys().cloned().collect(),
+            "every family has its help"
+        );
+        let page = Self {
+            text: text.to_owned(),
+            families,
+            samples,
+        };
         page.check_uniqueness();
         page.check_histograms();
         page
@@ -65,14 +93,22 @@ impl Page {
 
     /// All samples of a name, `warmroute_` left out.
     pub(crate) fn samples<'p>(&'p self, name: &'p str) -> impl Iterator<Item = &'p Sample> {
-        self.samples.iter().filter(move |sample| sample.name.strip_prefix("warmroute_") == Some(name))
+        self.samples
+            .iter()
+            .filter(move |sample| sample.name.strip_prefix("warmroute_") == Some(name))
     }
 
     /// The sum over the samples of a name that have these labels.
     pub(crate) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        let wanted =
-            |sample: &&Sample| labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|is| is == value));
-        self.samples(name).filter(wanted).map(|sample| sample.value).sum()
+        let wanted = |sample: &&Sample| {
+            labels
+                .iter()
+                .all(|(key, value)| sample.labels.get(*key).is_some_and(|is| is == value))
+        };
+        self.samples(name)
+            .filter(wanted)
+            .map(|sample| sample.value)
+            .sum()
     }
 
     fn check_uniqueness(&self) {
@@ -84,18 +120,48 @@ impl Page {
 
     /// Buckets grow, and the last one counts everything.
     fn check_histograms(&self) {
-        for family in self.families.iter().filter(|(_, kind)| *kind == "histogram").map(|(name, _)| name) {
+        for family in self
+            .families
+            .iter()
+            .filter(|(_, kind)| *kind == "histogram")
+            .map(|(name, _)| name)
+        {
             let mut series: BTreeMap<Labels, Vec<(f64, f64)>> = BTreeMap::new();
-            for sample in self.samples.iter().filter(|sample| sample.name == format!("{family}_bucket")) {
+            for sample in self
+                .samples
+                .iter()
+                .filter(|sample| sample.name == format!("{family}_bucket"))
+            {
                 let mut labels = sample.labels.clone();
-                let bound = labels.remove("le").expect("a bucket has its bound").parse().unwrap();
-                series.entry(labels).or_default().push((bound, sample.value));
+                let bound = labels
+                    .remove("le")
+                    .expect("a bucket has its bound")
+                    .parse()
+                    .unwrap();
+                series
+                    .entry(labels)
+                    .or_default()
+                    .push((bound, sample.value));
             }
             for (labels, buckets) in series {
-                assert!(buckets.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1), "{family}{labels:?}: {buckets:?}");
-                let count = |sample: &&Sample| sample.name == format!("{family}_count") && sample.labels == labels;
-                let count = self.samples.iter().find(count).expect("a histogram has its count").value;
-                assert_eq!(buckets.last(), Some(&(f64::INFINITY, count)), "{family}{labels:?}");
+                assert!(
+                    buckets.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1),
+                    "{family}{labels:?}: {buckets:?}"
+                );
+                let count = |sample: &&Sample| {
+                    sample.name == format!("{family}_count") && sample.labels == labels
+                };
+                let count = self
+                    .samples
+                    .iter()
+                    .find(count)
+                    .expect("a histogram has its count")
+                    .value;
+                assert_eq!(
+                    buckets.last(),
+                    Some(&(f64::INFINITY, count)),
+                    "{family}{labels:?}"
+                );
             }
         }
     }
@@ -112,15 +178,24 @@ fn suffixes(kind: &str) -> &'static [&'static str] {
 }
 
 fn sample(line: &str) -> Sample {
-    let name_len = line.find(['{', ' ']).unwrap_or_else(|| panic!("{line:?} has no value"));
+    let name_len = line
+        .find(['{', ' '])
+        .unwrap_or_else(|| panic!("{line:?} has no value"));
     let (name, rest) = line.split_at(name_len);
     assert!(is_name(name), "{line:?}");
     let (labels, value) = match rest.strip_prefix('{') {
         Some(rest) => labels(rest),
         None => (Labels::new(), rest),
     };
-    let value = value.strip_prefix(' ').unwrap_or_else(|| panic!("{line:?}")).parse();
-    Sample { name: name.to_owned(), labels, value: value.unwrap_or_else(|_| panic!("{line:?}")) }
+    let value = value
+        .strip_prefix(' ')
+        .unwrap_or_else(|| panic!("{line:?}"))
+        .parse();
+    Sample {
+        name: name.to_owned(),
+        labels,
+        value: value.unwrap_or_else(|_| panic!("{line:?}")),
+    }
 }
 
 /// The labels up to the closing brace, and what follows it.
@@ -133,7 +208,12 @@ fn labels(mut rest: &str) -> (Labels, &str) {
         let (key, quoted) = rest.split_once("=\"").unwrap_or_else(|| panic!("{rest:?}"));
         assert!(is_name(key), "{key:?}");
         let end = closing_quote(quoted).unwrap_or_else(|| panic!("{quoted:?} is not closed"));
-        assert!(labels.insert(key.to_owned(), quoted[..end].to_owned()).is_none(), "label {key} comes twice");
+        assert!(
+            labels
+                .insert(key.to_owned(), quoted[..end].to_owned())
+                .is_none(),
+            "label {key} comes twice"
+        );
         rest = &quoted[end + 1..];
         rest = rest.strip_prefix(',').unwrap_or(rest);
     }
@@ -150,12 +230,16 @@ fn closing_quote(text: &str) -> Option<usize> {
 
 fn is_name(text: &str) -> bool {
     let first = text.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_');
-    first && text.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
+    first
+        && text
+            .chars()
+            .all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
 }
 
 #[test]
 fn the_reader_refuses_pages_that_prometheus_refuses() {
-    let good = "# HELP a_b Meaning.\n# TYPE a_b counter\na_b_total{x=\"1,\\\"}\",y=\"2\"} 3\n# EOF\n";
+    let good =
+        "# HELP a_b Meaning.\n# TYPE a_b counter\na_b_total{x=\"1,\\\"}\",y=\"2\"} 3\n# EOF\n";
     let page = Page::read(good);
     assert_eq!(page.families["a_b"], "counter");
     for (from, to) in [
@@ -169,6 +253,9 @@ fn the_reader_refuses_pages_that_prometheus_refuses() {
         ("y=", "x="),
     ] {
         let bad = good.replacen(from, to, 1);
-        assert!(std::panic::catch_unwind(|| Page::read(&bad)).is_err(), "{bad}");
+        assert!(
+            std::panic::catch_unwind(|| Page::read(&bad)).is_err(),
+            "{bad}"
+        );
     }
 }

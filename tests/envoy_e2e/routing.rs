@@ -40,19 +40,32 @@ impl Session {
     }
 
     fn path(&self) -> &'static str {
-        if matches!(self.form, Form::Chat) { "/v1/chat/completions" } else { "/v1/completions" }
+        if matches!(self.form, Form::Chat) {
+            "/v1/chat/completions"
+        } else {
+            "/v1/completions"
+        }
     }
 
     fn request(&self, tokenizer: &tokenizers::Tokenizer) -> Value {
-        let text = || self.said.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join(" ");
+        let text = || {
+            self.said
+                .iter()
+                .map(|(_, text)| text.as_str())
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
         let mut body = json!({"model": MODEL, "max_tokens": 4, "stream": self.stream});
         match self.form {
             Form::Chat => {
-                let message = |(role, content): &(&str, String)| json!({"role": role, "content": content});
+                let message =
+                    |(role, content): &(&str, String)| json!({"role": role, "content": content});
                 body["messages"] = self.said.iter().map(message).collect();
             }
             Form::Text => body["prompt"] = json!(text()),
-            Form::TokenIds => body["prompt"] = json!(tokenizer.encode(text(), true).unwrap().get_ids()),
+            Form::TokenIds => {
+                body["prompt"] = json!(tokenizer.encode(text(), true).unwrap().get_ids())
+            }
         }
         if self.stream {
             body["stream_options"] = json!({"include_usage": true});
@@ -65,12 +78,18 @@ impl Session {
         let text = |document: &Value| {
             let choice = document["choices"].get(0)?;
             let places = ["/message/content", "/delta/content", "/text"];
-            Some(places.iter().find_map(|place| choice.pointer(place)?.as_str())?.to_owned())
+            Some(
+                places
+                    .iter()
+                    .find_map(|place| choice.pointer(place)?.as_str())?
+                    .to_owned(),
+            )
         };
         let answer: String = answered.documents().iter().filter_map(text).collect();
         assert!(!answer.is_empty(), "{answered:?}");
         self.said.push(("assistant", answer));
-        self.said.push(("user", format!("And then? {}", self.said.len())));
+        self.said
+            .push(("user", format!("And then? {}", self.said.len())));
         answered.engine().clone_into(&mut self.engine);
     }
 }
@@ -89,16 +108,39 @@ async fn every_request_arrives_at_the_engine_that_was_chosen_and_every_session_s
             if at_once == 1 {
                 deployment.idle().await;
             }
-            Answered::read(deployment.post(session.path(), &session.request(tokenizer)).await).await
+            Answered::read(
+                deployment
+                    .post(session.path(), &session.request(tokenizer))
+                    .await,
+            )
+            .await
         };
-        let answers: Vec<Answered> = futures_util::stream::iter(&sessions).map(ask).buffered(at_once).collect().await;
+        let answers: Vec<Answered> = futures_util::stream::iter(&sessions)
+            .map(ask)
+            .buffered(at_once)
+            .collect()
+            .await;
         for (session, answered) in sessions.iter_mut().zip(answers) {
             answered.assert_exact();
             *served.entry(answered.engine().to_owned()).or_default() += 1;
             if at_once == 1 {
-                assert_eq!(answered.engine(), session.engine, "turn {turn} of {:?}", session.form);
-                assert!(answered.cached_tokens() > 100, "turn {turn} of {:?}: {answered:?}", session.form);
-                assert_eq!(answered.predicted(), Some(answered.cached_tokens()), "turn {turn} of {:?}", session.form);
+                assert_eq!(
+                    answered.engine(),
+                    session.engine,
+                    "turn {turn} of {:?}",
+                    session.form
+                );
+                assert!(
+                    answered.cached_tokens() > 100,
+                    "turn {turn} of {:?}: {answered:?}",
+                    session.form
+                );
+                assert_eq!(
+                    answered.predicted(),
+                    Some(answered.cached_tokens()),
+                    "turn {turn} of {:?}",
+                    session.form
+                );
             }
             session.go_on(&answered);
         }
@@ -106,7 +148,11 @@ async fn every_request_arrives_at_the_engine_that_was_chosen_and_every_session_s
     }
     assert!(served.values().sum::<usize>() >= 300);
     let known: BTreeSet<String> = ENGINES.iter().map(ToString::to_string).collect();
-    assert_eq!(served.keys().cloned().collect::<BTreeSet<_>>(), known, "every engine takes part: {served:?}");
+    assert_eq!(
+        served.keys().cloned().collect::<BTreeSet<_>>(),
+        known,
+        "every engine takes part: {served:?}"
+    );
 }
 
 /// The engines' own tokenizer, read here a third time and by the library alone.

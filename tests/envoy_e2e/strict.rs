@@ -12,7 +12,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::support::installed::{once, target_dir};
 use crate::support::pypi::{self, Wanted};
 
-const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/envoy_e2e/requirements.txt");
+const REQUIREMENTS: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/tests/envoy_e2e/requirements.txt"
+);
 const SCRIPT: &[u8] = include_bytes!("parse_metrics.py");
 
 /// Format of a page, by the name of its parser.
@@ -30,26 +33,51 @@ pub(crate) fn parse(page: &str, format: PageFormat) -> BTreeMap<String, (String,
         PageFormat::Prometheus => "prometheus",
     };
     let mut command = Command::new("python3");
-    command.arg("-B").arg(&script).arg(parser).env("PYTHONPATH", script.parent().unwrap());
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    child.stdin.take().unwrap().write_all(page.as_bytes()).unwrap();
+    command
+        .arg("-B")
+        .arg(&script)
+        .arg(parser)
+        .env("PYTHONPATH", script.parent().unwrap());
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(page.as_bytes())
+        .unwrap();
     let output = child.wait_with_output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "the page is not valid in {format:?}: {errors}\n{page}");
+    assert!(
+        output.status.success(),
+        "the page is not valid in {format:?}: {errors}\n{page}"
+    );
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// The script beside its packages, which are installed the first time.
 fn script() -> PathBuf {
     let requirements = fs::read(REQUIREMENTS).unwrap();
-    let name = format!("prometheus-client-{:016x}", xxh3_64(&[&requirements, SCRIPT].concat()));
-    let installed = once(&target_dir().unwrap(), &name, "parse_metrics.py", |scratch| {
-        let packages = scratch.join("packages");
-        pypi::install(Wanted::Hashed(Path::new(REQUIREMENTS)), scratch, &packages)?;
-        let script = packages.join("parse_metrics.py");
-        fs::write(&script, SCRIPT)?;
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
-        Ok(packages)
-    });
+    let name = format!(
+        "prometheus-client-{:016x}",
+        xxh3_64(&[&requirements, SCRIPT].concat())
+    );
+    let installed = once(
+        &target_dir().unwrap(),
+        &name,
+        "parse_metrics.py",
+        |scratch| {
+            let packages = scratch.join("packages");
+            pypi::install(Wanted::Hashed(Path::new(REQUIREMENTS)), scratch, &packages)?;
+            let script = packages.join("parse_metrics.py");
+            fs::write(&script, SCRIPT)?;
+            fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+            Ok(packages)
+        },
+    );
     installed.unwrap_or_else(|error| panic!("{error:#}"))
 }

@@ -24,16 +24,28 @@ struct Strange {
 
 fn strange_requests() -> Vec<Strange> {
     let chats = "/v1/chat/completions";
-    let latin1 = b"{\"model\": \"qwen2.5\", \"messages\": [{\"role\": \"user\", \"content\": \"caf\xe9\"}]}";
+    let latin1 =
+        b"{\"model\": \"qwen2.5\", \"messages\": [{\"role\": \"user\", \"content\": \"caf\xe9\"}]}";
     let mut unknown = chat("hello");
     unknown["model"] = json!("nobody-serves-this");
     let unknown = unknown.to_string();
     let post = |path, body: Option<&[u8]>, status, reason| {
         let body = body.map(<[u8]>::to_vec);
-        Strange { method: Method::POST, path, body, status, reason }
+        Strange {
+            method: Method::POST,
+            path,
+            body,
+            status,
+            reason,
+        }
     };
     vec![
-        post(chats, Some(b"{\"model\": \"qwen2.5\", \"messages\": ["), 400, "unreadable"),
+        post(
+            chats,
+            Some(b"{\"model\": \"qwen2.5\", \"messages\": ["),
+            400,
+            "unreadable",
+        ),
         post("/v1/completions", Some(b"7"), 400, "unreadable"),
         post(chats, Some(b"{\"model\": \"qwen2.5\"}"), 400, "unreadable"),
         post(chats, Some(latin1), 400, "unreadable"),
@@ -42,7 +54,13 @@ fn strange_requests() -> Vec<Strange> {
         post("/v1/files", None, 404, "not_inference"),
         post(chats, Some(b""), 400, "no_body"),
         post(chats, None, 400, "no_body"),
-        Strange { method: Method::GET, path: "/v1/models", body: None, status: 200, reason: "not_inference" },
+        Strange {
+            method: Method::GET,
+            path: "/v1/models",
+            body: None,
+            status: 200,
+            reason: "not_inference",
+        },
     ]
 }
 
@@ -52,21 +70,56 @@ async fn strange_requests_reach_an_engine(shown: Shown) {
     deployment.start_router(&telling(json!({}))).await.unwrap();
     let envoy = shown.config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
-    for Strange { method, path, body, status, reason } in strange_requests() {
-        let what = format!("{method} {path} {:?} {shown:?}", body.as_deref().map(String::from_utf8_lossy));
-        let counted = async || deployment.metrics().await.sum("degradations_total", &[("reason", reason)]);
+    for Strange {
+        method,
+        path,
+        body,
+        status,
+        reason,
+    } in strange_requests()
+    {
+        let what = format!(
+            "{method} {path} {:?} {shown:?}",
+            body.as_deref().map(String::from_utf8_lossy)
+        );
+        let counted = async || {
+            deployment
+                .metrics()
+                .await
+                .sum("degradations_total", &[("reason", reason)])
+        };
         let before = counted().await;
         let mut request = deployment.http.request(method, deployment.url(path));
         if let Some(body) = body {
-            request = request.header("content-type", "application/json").body(body);
+            request = request
+                .header("content-type", "application/json")
+                .body(body);
         }
         let answered = Answered::read(request.send().await.unwrap()).await;
-        assert_eq!((answered.mode(), answered.status.as_u16()), ("load_only", status), "{what}: {answered:?}");
-        assert!(["1", "2"].contains(&answered.engine()), "an engine answers {what}: {answered:?}");
-        assert_eq!(answered.engine(), answered.header("x-received-worker-instance-id"), "{what}");
-        assert_eq!(counted().await, before + 1.0, "{what} is counted as {reason}");
+        assert_eq!(
+            (answered.mode(), answered.status.as_u16()),
+            ("load_only", status),
+            "{what}: {answered:?}"
+        );
+        assert!(
+            ["1", "2"].contains(&answered.engine()),
+            "an engine answers {what}: {answered:?}"
+        );
+        assert_eq!(
+            answered.engine(),
+            answered.header("x-received-worker-instance-id"),
+            "{what}"
+        );
+        assert_eq!(
+            counted().await,
+            before + 1.0,
+            "{what} is counted as {reason}"
+        );
     }
-    deployment.ask("and an ordinary question").await.assert_exact();
+    deployment
+        .ask("and an ordinary question")
+        .await
+        .assert_exact();
     deployment.idle().await;
 }
 
@@ -84,7 +137,11 @@ async fn requests_that_cannot_be_understood_go_to_an_engine_by_load_in_full_dupl
 fn without_early_mutation(config: &str) -> String {
     let mut config: Value = serde_saphyr::from_str(config).unwrap();
     let manager = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config";
-    let manager = config.pointer_mut(manager).unwrap().as_object_mut().unwrap();
+    let manager = config
+        .pointer_mut(manager)
+        .unwrap()
+        .as_object_mut()
+        .unwrap();
     assert!(manager.remove("early_header_mutation_extensions").is_some());
     config.to_string()
 }
@@ -93,10 +150,15 @@ fn without_early_mutation(config: &str) -> String {
 async fn a_client_cannot_choose_its_worker() {
     let echoes = [Echo::start(1).await, Echo::start(2).await];
     let mut deployment = Deployment::engines(&[]).await;
-    deployment.write_worker_entries(&echoes.iter().map(Echo::entry).collect()).unwrap();
+    deployment
+        .write_worker_entries(&echoes.iter().map(Echo::entry).collect())
+        .unwrap();
     deployment.start_router(&telling(json!({}))).await.unwrap();
     for shown in [Shown::Buffered, Shown::FullDuplex] {
-        for config in [shown.config(&deployment), without_early_mutation(&shown.config(&deployment))] {
+        for config in [
+            shown.config(&deployment),
+            without_early_mutation(&shown.config(&deployment)),
+        ] {
             deployment.start_envoy(&config).await.unwrap();
             forged_headers_are_void(&deployment, &echoes[0]).await;
         }
@@ -112,7 +174,9 @@ async fn forged_headers_are_void(deployment: &Deployment, wanted: &Echo) {
         }
         for name in Contract::default().reserved() {
             let forged = match name {
-                name if name.contains("endpoint") || name.contains("host-port") => wanted.address.to_string(),
+                name if name.contains("endpoint") || name.contains("host-port") => {
+                    wanted.address.to_string()
+                }
                 name if name.contains("rank") => "77".to_owned(),
                 _ => wanted.id.to_string(),
             };
@@ -120,13 +184,25 @@ async fn forged_headers_are_void(deployment: &Deployment, wanted: &Echo) {
         }
         let answered = Answered::read(request.send().await.unwrap()).await;
         let report = &answered.documents()[0];
-        assert_eq!(received(report, "x-worker-instance-id"), [answered.engine()], "{report}");
+        assert_eq!(
+            received(report, "x-worker-instance-id"),
+            [answered.engine()],
+            "{report}"
+        );
         assert_eq!(received(report, "x-dp-rank"), ["0"], "{report}");
         for name in Contract::default().reserved() {
             let arrived = received(report, name);
             let forged = |value: &&str| ["forged", "77"].contains(value);
-            assert!(arrived.len() <= 1 && !arrived.iter().any(forged), "{name}: {arrived:?}");
-            let ours = ["x-worker-instance-id", "x-dp-rank", "x-gateway-destination-endpoint"].contains(&name);
+            assert!(
+                arrived.len() <= 1 && !arrived.iter().any(forged),
+                "{name}: {arrived:?}"
+            );
+            let ours = [
+                "x-worker-instance-id",
+                "x-dp-rank",
+                "x-gateway-destination-endpoint",
+            ]
+            .contains(&name);
             assert!(ours || arrived.is_empty(), "{name}: {arrived:?}");
         }
         served.insert(answered.engine().to_owned());
@@ -138,7 +214,11 @@ async fn forged_headers_are_void(deployment: &Deployment, wanted: &Echo) {
 async fn without_a_fleet_the_choice_is_envoys() {
     let mut deployment = Deployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_worker_entries(&json!([])).unwrap();
-    let addresses: Vec<_> = deployment.engines.iter().map(|engine| engine.address).collect();
+    let addresses: Vec<_> = deployment
+        .engines
+        .iter()
+        .map(|engine| engine.address)
+        .collect();
     envoy::write_endpoints(&deployment.standalone().endpoint_file(), &addresses).unwrap();
     let alone = telling(json!({"envoy": null, "readiness": {"min_initial_workers": 0}}));
     deployment.start_router(&alone).await.unwrap();
@@ -147,15 +227,26 @@ async fn without_a_fleet_the_choice_is_envoys() {
     let mut served = BTreeSet::new();
     for number in 0..40 {
         let answered = deployment.ask(&format!("question {number}")).await;
-        assert_eq!((answered.status.as_u16(), answered.mode()), (200, "passthrough"), "{answered:?}");
-        for name in ["x-worker-instance-id", "x-received-worker-instance-id", "x-warmroute-predicted-cached-tokens"] {
+        assert_eq!(
+            (answered.status.as_u16(), answered.mode()),
+            (200, "passthrough"),
+            "{answered:?}"
+        );
+        for name in [
+            "x-worker-instance-id",
+            "x-received-worker-instance-id",
+            "x-warmroute-predicted-cached-tokens",
+        ] {
             assert_eq!(answered.header(name), "", "{name}");
         }
         served.insert(answered.engine().to_owned());
     }
     assert_eq!(served.len(), 2, "Envoy uses both endpoints");
     let page = deployment.metrics().await;
-    assert_eq!(page.sum("degradations_total", &[("reason", "no_fleet")]), 40.0);
+    assert_eq!(
+        page.sum("degradations_total", &[("reason", "no_fleet")]),
+        40.0
+    );
     assert_eq!(page.sum("requests_total", &[("mode", "passthrough")]), 40.0);
     assert_eq!(page.sum("workers", &[]), 0.0);
 }

@@ -45,30 +45,45 @@ pub(crate) struct Answer {
 impl Bed {
     /// Starts engines with the given arguments, ids from 1 on.
     pub(crate) async fn start(engines: usize, args: &[&str], patience: Patience) -> Self {
-        let specs: Vec<_> = (1..=engines as u64).map(|id| EngineSpec::new(id).with(args)).collect();
+        let specs: Vec<_> = (1..=engines as u64)
+            .map(|id| EngineSpec::new(id).with(args))
+            .collect();
         Self::of(&specs, patience, json!({})).await
     }
 
     pub(crate) async fn of(specs: &[EngineSpec], patience: Patience, more: Value) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut all = json!({"response": {"prediction_header": true, "worker_header": true}});
-        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        all.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         if patience == Patience::Long {
             all["limits"] = json!({"exchange_deadline": "25s"});
         }
-        let mut stack = Stack::engines(&programs(), specs, dir.path()).await.unwrap();
+        let mut stack = Stack::engines(&programs(), specs, dir.path())
+            .await
+            .unwrap();
         stack.write_workers().unwrap();
         stack.start_router(&all).await.unwrap();
         let mut config = stack.standalone().config().unwrap();
         if patience == Patience::Long {
             for setting in [" message_timeout: ", " connect_timeout: "] {
-                assert_eq!(config.matches(&format!("{setting}1s")).count(), 1, "{setting}");
+                assert_eq!(
+                    config.matches(&format!("{setting}1s")).count(),
+                    1,
+                    "{setting}"
+                );
                 config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
             }
         }
         stack.start_envoy(&config).await.unwrap();
         let http = warmroute::tls::client().build().unwrap();
-        let bed = Self { stack, http, more: all, _dir: dir };
+        let bed = Self {
+            stack,
+            http,
+            more: all,
+            _dir: dir,
+        };
         bed.routed_again().await;
         bed
     }
@@ -81,7 +96,8 @@ impl Bed {
 
     /// Waits until requests are routed by warmroute, exactly.
     pub(crate) async fn routed_again(&self) {
-        let exact = async || self.ask(&chat("are you there?", 1)).await.mode.as_deref() == Some("exact");
+        let exact =
+            async || self.ask(&chat("are you there?", 1)).await.mode.as_deref() == Some("exact");
         assert!(until(SOON, exact).await, "no request was routed exactly");
         self.quiet().await;
     }
@@ -93,7 +109,9 @@ impl Bed {
     }
 
     pub(crate) fn post(&self, body: &Value) -> reqwest::RequestBuilder {
-        self.http.post(self.stack.url("/v1/chat/completions")).json(body)
+        self.http
+            .post(self.stack.url("/v1/chat/completions"))
+            .json(body)
     }
 
     /// Sends a request and insists on the whole answer.
@@ -108,9 +126,18 @@ impl Bed {
     }
 
     /// Several requests at once in the background, every second a stream.
-    pub(crate) fn asking_many(&self, count: usize, name: &str, tokens: u64) -> Vec<JoinHandle<Answer>> {
+    pub(crate) fn asking_many(
+        &self,
+        count: usize,
+        name: &str,
+        tokens: u64,
+    ) -> Vec<JoinHandle<Answer>> {
         let body = |at| {
-            if at % 2 == 0 { chat(&format!("{name} {at}"), tokens) } else { stream(&format!("{name} {at}"), tokens) }
+            if at % 2 == 0 {
+                chat(&format!("{name} {at}"), tokens)
+            } else {
+                stream(&format!("{name} {at}"), tokens)
+            }
         };
         (0..count).map(|at| self.asking(body(at))).collect()
     }
@@ -118,7 +145,12 @@ impl Bed {
     /// One number summed over all ranks.
     pub(crate) async fn load(&self, of: &str) -> u64 {
         let ranks = self.stack.debug("load").await.unwrap();
-        ranks.as_array().unwrap().iter().map(|rank| rank[of].as_u64().unwrap()).sum()
+        ranks
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|rank| rank[of].as_u64().unwrap())
+            .sum()
     }
 
     pub(crate) async fn wait_load(&self, of: &str, wanted: u64) {
@@ -146,13 +178,22 @@ impl Bed {
 
     /// Waits until Envoy has that many streams to warmroute, as it sees them.
     pub(crate) async fn wait_held(&self, wanted: usize) {
-        let url = self.stack.standalone().admin_url("/stats?filter=cluster.ext_proc.upstream_rq_active");
+        let url = self
+            .stack
+            .standalone()
+            .admin_url("/stats?filter=cluster.ext_proc.upstream_rq_active");
         let mut seen = 0.0;
         let reached = until(SOON, async || {
-            seen = number(&self.text(&url).await, "cluster.ext_proc.upstream_rq_active:");
+            seen = number(
+                &self.text(&url).await,
+                "cluster.ext_proc.upstream_rq_active:",
+            );
             seen == wanted as f64
         });
-        assert!(reached.await, "Envoy has {seen} streams to warmroute, not {wanted}");
+        assert!(
+            reached.await,
+            "Envoy has {seen} streams to warmroute, not {wanted}"
+        );
     }
 
     /// Waits until nothing is open and insists that then nothing is booked, on any rank.
@@ -166,26 +207,50 @@ impl Bed {
     }
 
     async fn text(&self, url: &str) -> String {
-        self.http.get(url).send().await.unwrap().text().await.unwrap()
+        self.http
+            .get(url)
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap()
     }
 
     /// Tells an engine how to misbehave.
     pub(crate) async fn misbehave(&self, at: usize, how: &Value) {
-        let response = self.http.post(self.stack.engines[at].url("/sim/misbehave")).json(how).send().await.unwrap();
+        let response = self
+            .http
+            .post(self.stack.engines[at].url("/sim/misbehave"))
+            .json(how)
+            .send()
+            .await
+            .unwrap();
         assert!(response.status().is_success());
     }
 }
 
 fn number(page: &str, name: &str) -> f64 {
-    let line = page.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+    let line = page
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
     line.unwrap_or_else(|| panic!("no {name} in {page}"))
 }
 
 fn programs() -> Programs {
     let warmroute = env!("CARGO_BIN_EXE_warmroute");
-    let engine = Path::new(warmroute).with_file_name("examples").join("engine_sim");
-    assert!(engine.exists(), "{} is missing: cargo build --examples", engine.display());
-    Programs { warmroute: vec![warmroute.into()], engine: vec![engine.into()] }
+    let engine = Path::new(warmroute)
+        .with_file_name("examples")
+        .join("engine_sim");
+    assert!(
+        engine.exists(),
+        "{} is missing: cargo build --examples",
+        engine.display()
+    );
+    Programs {
+        warmroute: vec![warmroute.into()],
+        engine: vec![engine.into()],
+    }
 }
 
 /// A unary request.
@@ -214,12 +279,19 @@ pub(crate) async fn whole(response: Response, asked: &Value) -> Answer {
         serde_json::from_str::<Value>(&text).unwrap()["usage"].clone()
     };
     assert_eq!(usage["completion_tokens"], asked["max_tokens"], "{text}");
-    let header = |name: &str| headers.get(name).map(|value| value.to_str().unwrap().to_owned());
+    let header = |name: &str| {
+        headers
+            .get(name)
+            .map(|value| value.to_str().unwrap().to_owned())
+    };
     Answer {
         engine: header("x-engine-id").unwrap().parse().unwrap(),
         mode: header("x-warmroute-mode"),
-        predicted: header("x-warmroute-predicted-cached-tokens").map(|tokens| tokens.parse().unwrap()),
-        delivered: usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0),
+        predicted: header("x-warmroute-predicted-cached-tokens")
+            .map(|tokens| tokens.parse().unwrap()),
+        delivered: usage["prompt_tokens_details"]["cached_tokens"]
+            .as_u64()
+            .unwrap_or(0),
     }
 }
 
@@ -227,12 +299,15 @@ pub(crate) async fn whole(response: Response, asked: &Value) -> Answer {
 pub(crate) fn usage_of_stream(text: &str) -> Value {
     assert!(text.ends_with("data: [DONE]\n\n"), "a cut stream: {text}");
     let events = text.lines().filter_map(|line| line.strip_prefix("data: {"));
-    let usage = |event| serde_json::from_str::<Value>(&format!("{{{event}")).unwrap()["usage"].clone();
+    let usage =
+        |event| serde_json::from_str::<Value>(&format!("{{{event}")).unwrap()["usage"].clone();
     events.map(usage).rfind(|usage| !usage.is_null()).unwrap()
 }
 
 /// Insists that every request in the background was answered whole.
 pub(crate) async fn all(asking: Vec<JoinHandle<Answer>>) -> Vec<Answer> {
-    let answers = tokio::time::timeout(SOON * 2, join_all(asking)).await.expect("requests are still unanswered");
+    let answers = tokio::time::timeout(SOON * 2, join_all(asking))
+        .await
+        .expect("requests are still unanswered");
     answers.into_iter().map(Result::unwrap).collect()
 }

@@ -18,7 +18,11 @@ fn slow_engine() -> EngineSpec {
 /// Streams of which the first token was seen.
 async fn begin(bed: &Bed, count: usize, tokens: u64) -> Vec<(reqwest::Response, Vec<u8>)> {
     let one = async |at: usize| {
-        let mut response = bed.post(&stream(&format!("stream {at}"), tokens)).send().await.unwrap();
+        let mut response = bed
+            .post(&stream(&format!("stream {at}"), tokens))
+            .send()
+            .await
+            .unwrap();
         assert_eq!(response.status(), 200);
         let first = response.chunk().await.unwrap().unwrap().to_vec();
         (response, first)
@@ -30,14 +34,21 @@ async fn begin(bed: &Bed, count: usize, tokens: u64) -> Vec<(reqwest::Response, 
 async fn end(streams: Vec<(reqwest::Response, Vec<u8>)>, tokens: u64) {
     for (response, first) in streams {
         let text = [first, response.bytes().await.unwrap().to_vec()].concat();
-        assert_eq!(usage_of_stream(std::str::from_utf8(&text).unwrap())["completion_tokens"], tokens);
+        assert_eq!(
+            usage_of_stream(std::str::from_utf8(&text).unwrap())["completion_tokens"],
+            tokens
+        );
     }
 }
 
 /// Waits for the end of the process and insists that it was a good one; says when.
 async fn exits_well(bed: &Bed) -> Instant {
     let router = bed.stack.router().unwrap();
-    assert!(until(SOON, async || !router.is_running()).await, "still running:\n{}", router.log_tail());
+    assert!(
+        until(SOON, async || !router.is_running()).await,
+        "still running:\n{}",
+        router.log_tail()
+    );
     let status = router.wait_exit(Instant::now()).unwrap();
     assert!(status.success(), "{status}:\n{}", router.log_tail());
     Instant::now()
@@ -51,7 +62,12 @@ async fn a_drain_lets_running_streams_finish_and_leaves_new_requests_to_envoy() 
 
     let mut page = Value::Null;
     let draining = async || {
-        let response = bed.http.get(bed.stack.admin_url("/readyz")).send().await.unwrap();
+        let response = bed
+            .http
+            .get(bed.stack.admin_url("/readyz"))
+            .send()
+            .await
+            .unwrap();
         let status = response.status();
         page = response.json().await.unwrap();
         status == StatusCode::SERVICE_UNAVAILABLE
@@ -61,7 +77,10 @@ async fn a_drain_lets_running_streams_finish_and_leaves_new_requests_to_envoy() 
     for answer in all(bed.asking_many(4, "new", 2)).await {
         assert_eq!(answer.mode, None, "no new exchange is begun while draining");
     }
-    assert!(bed.load("active_requests").await > 0, "the streams must still be running for this test to mean anything");
+    assert!(
+        bed.load("active_requests").await > 0,
+        "the streams must still be running for this test to mean anything"
+    );
     end(streams, 150).await;
     exits_well(&bed).await;
     let log = bed.stack.router().unwrap().log_tail();
@@ -79,8 +98,14 @@ async fn a_drain_that_reaches_its_deadline_leaves_the_streams_to_envoy() {
     let told = Instant::now();
     bed.stack.router().unwrap().terminate();
     let took = exits_well(&bed).await - told;
-    assert!(took >= Duration::from_millis(450), "left after {took:?} with streams open");
-    assert!(took < Duration::from_secs(6), "left only after {took:?}; the streams take 8 s");
+    assert!(
+        took >= Duration::from_millis(450),
+        "left after {took:?} with streams open"
+    );
+    assert!(
+        took < Duration::from_secs(6),
+        "left only after {took:?}; the streams take 8 s"
+    );
     end(streams, 200).await;
     for answer in all(bed.asking_many(2, "newer", 2)).await {
         assert_eq!(answer.mode, None);

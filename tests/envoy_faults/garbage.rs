@@ -16,10 +16,20 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Envoy's own requests are routed exactly, and nothing is left of what came before.
 async fn unharmed(bed: &Bed) {
-    assert!(bed.stack.router().unwrap().is_running(), "{}", bed.stack.router().unwrap().log_tail());
+    assert!(
+        bed.stack.router().unwrap().is_running(),
+        "{}",
+        bed.stack.router().unwrap().log_tail()
+    );
     bed.quiet().await;
     for at in 0..3 {
-        assert_eq!(bed.ask(&chat(&format!("after {at}"), 2)).await.mode.as_deref(), Some("exact"));
+        assert_eq!(
+            bed.ask(&chat(&format!("after {at}"), 2))
+                .await
+                .mode
+                .as_deref(),
+            Some("exact")
+        );
     }
     bed.quiet().await;
 }
@@ -32,8 +42,11 @@ async fn bytes_that_are_not_http_2_harm_nobody() {
     let mut noise = vec![0; 60_000];
     random.fill_bytes(&mut noise);
     // A frame whose header promises 16 MiB, one of an unknown type, and a header block that is none.
-    let frames: [&[u8]; 3] =
-        [&[255, 255, 255, 0, 0, 0, 0, 0, 1], &[0, 0, 0, 99, 0, 0, 0, 0, 1], &[0, 0, 2, 1, 4, 0, 0, 0, 1, 255, 255]];
+    let frames: [&[u8]; 3] = [
+        &[255, 255, 255, 0, 0, 0, 0, 0, 1],
+        &[0, 0, 0, 99, 0, 0, 0, 0, 1],
+        &[0, 0, 2, 1, 4, 0, 0, 0, 1, 255, 255],
+    ];
     let mut cases = vec![
         noise,
         PREFACE[..12].to_vec(),
@@ -73,12 +86,22 @@ fn headers(end_of_stream: bool) -> proto::HttpHeaders {
         (":status", "200"),
         ("content-type", "text/event-stream"),
     ];
-    let headers = Some(HeaderMap { headers: headers.iter().map(header).collect() });
-    proto::HttpHeaders { headers, end_of_stream, ..proto::HttpHeaders::default() }
+    let headers = Some(HeaderMap {
+        headers: headers.iter().map(header).collect(),
+    });
+    proto::HttpHeaders {
+        headers,
+        end_of_stream,
+        ..proto::HttpHeaders::default()
+    }
 }
 
 fn body(text: &str, end_of_stream: bool) -> proto::HttpBody {
-    proto::HttpBody { body: text.as_bytes().to_vec(), end_of_stream, ..proto::HttpBody::default() }
+    proto::HttpBody {
+        body: text.as_bytes().to_vec(),
+        end_of_stream,
+        ..proto::HttpBody::default()
+    }
 }
 
 /// Every letter is a message: the request in lower case, the response in upper case; `h`eaders, `b`ody, `t`railers, the
@@ -100,12 +123,19 @@ fn message(letter: char, chat: &str) -> Option<Message> {
 }
 
 async fn connect(bed: &Bed) -> ExternalProcessorClient<Channel> {
-    let endpoint = Endpoint::from_shared(format!("unix://{}", bed.stack.standalone().ext_proc_socket().display()));
+    let endpoint = Endpoint::from_shared(format!(
+        "unix://{}",
+        bed.stack.standalone().ext_proc_socket().display()
+    ));
     ExternalProcessorClient::new(endpoint.unwrap().connect().await.unwrap())
 }
 
 /// Sends the messages and insists that the server ends its side once ours has ended; counts its replies.
-async fn send(client: &ExternalProcessorClient<Channel>, letters: &str, modes: (i32, i32)) -> usize {
+async fn send(
+    client: &ExternalProcessorClient<Channel>,
+    letters: &str,
+    modes: (i32, i32),
+) -> usize {
     let chat = chat("nonsense", 5).to_string();
     let one = |(at, letter)| proto::ProcessingRequest {
         request: message(letter, &chat),
@@ -118,14 +148,18 @@ async fn send(client: &ExternalProcessorClient<Channel>, letters: &str, modes: (
     };
     let messages: Vec<_> = letters.chars().enumerate().map(one).collect();
     let exchange = async {
-        let Ok(stream) = client.clone().process(tokio_stream::iter(messages)).await else { return 0 };
+        let Ok(stream) = client.clone().process(tokio_stream::iter(messages)).await else {
+            return 0;
+        };
         let (mut stream, mut replies) = (stream.into_inner(), 0);
         while let Ok(Some(_)) = stream.message().await {
             replies += 1;
         }
         replies
     };
-    tokio::time::timeout(SOON, exchange).await.unwrap_or_else(|_| panic!("no end after {letters} with modes {modes:?}"))
+    tokio::time::timeout(SOON, exchange)
+        .await
+        .unwrap_or_else(|_| panic!("no end after {letters} with modes {modes:?}"))
 }
 
 #[tokio::test]
@@ -135,8 +169,8 @@ async fn messages_in_an_order_that_makes_no_sense_harm_nobody() {
     // The body modes of Envoy, and one that does not exist.
     let modes = [0, 1, 2, 3, 4, 77];
     for letters in [
-        "B", "BHhb", "hh", "hehe", "heb", "hehebbb", "EEE", "THht", "x", "xhxex", "nee", "ttt", "NBET", "hbbbb",
-        "heHHBE",
+        "B", "BHhb", "hh", "hehe", "heb", "hehebbb", "EEE", "THht", "x", "xhxex", "nee", "ttt",
+        "NBET", "hbbbb", "heHHBE",
     ] {
         for request in modes {
             send(&client, letters, (request, 2)).await;
@@ -149,7 +183,9 @@ async fn messages_in_an_order_that_makes_no_sense_harm_nobody() {
     let mut random = SmallRng::seed_from_u64(11);
     for _ in 0..300 {
         let count = random.random_range(1..12);
-        let letters: String = (0..count).map(|_| char::from(b"hnbetHNBETx"[random.random_range(0..11)])).collect();
+        let letters: String = (0..count)
+            .map(|_| char::from(b"hnbetHNBETx"[random.random_range(0..11)]))
+            .collect();
         let mode = |random: &mut SmallRng| modes[random.random_range(0..modes.len())];
         send(&client, &letters, (mode(&mut random), mode(&mut random))).await;
     }
@@ -165,9 +201,19 @@ async fn a_peer_that_vanishes_in_the_middle_of_its_exchanges_leaves_nothing_book
     for _ in 0..20 {
         let (sender, messages) = tokio::sync::mpsc::channel(4);
         for letter in ['h', 'e'] {
-            let protocol_config = Some(proto::ProtocolConfiguration { request_body_mode: 2, ..Default::default() });
+            let protocol_config = Some(proto::ProtocolConfiguration {
+                request_body_mode: 2,
+                ..Default::default()
+            });
             let request = message(letter, &chat);
-            sender.send(proto::ProcessingRequest { request, protocol_config, ..Default::default() }).await.unwrap();
+            sender
+                .send(proto::ProcessingRequest {
+                    request,
+                    protocol_config,
+                    ..Default::default()
+                })
+                .await
+                .unwrap();
         }
         let messages = tokio_stream::wrappers::ReceiverStream::new(messages);
         open.push((sender, client.clone().process(messages).await.unwrap()));

@@ -20,11 +20,19 @@ const CLIENTS: usize = 12;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restarts_under_load_lose_nothing_and_long_streams_survive_them() {
-    let engines = [EngineSpec::new(1), EngineSpec::new(2), EngineSpec::new(3).with(&["--step-us", "40000"])];
+    let engines = [
+        EngineSpec::new(1),
+        EngineSpec::new(2),
+        EngineSpec::new(3).with(&["--step-us", "40000"]),
+    ];
     let more = json!({"drain": {"grace": "5s", "deadline": "60s"}});
     let mut bed = Bed::of(&engines, Patience::Shipped, more).await;
     let long = (0..4).map(|at| bed.post(&stream(&format!("long {at}"), 400)).send());
-    let long: Vec<_> = join_all(long).await.into_iter().map(Result::unwrap).collect();
+    let long: Vec<_> = join_all(long)
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
     assert!(long.iter().all(|answer| answer.status() == 200));
 
     let (sent, routed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
@@ -39,7 +47,11 @@ async fn restarts_under_load_lose_nothing_and_long_streams_survive_them() {
                 if at >= REQUESTS && restarted.load(Ordering::Acquire) {
                     return;
                 }
-                let body = if at % 4 == 0 { stream(&format!("{of} {at}"), 2) } else { chat(&format!("{of} {at}"), 1) };
+                let body = if at % 4 == 0 {
+                    stream(&format!("{of} {at}"), 2)
+                } else {
+                    chat(&format!("{of} {at}"), 1)
+                };
                 // The claim is in here: 200, and the whole of it.
                 let answer = whole(http.post(&url).json(&body).send().await.unwrap(), &body).await;
                 routed.fetch_add(usize::from(answer.mode.is_some()), Ordering::Relaxed);
@@ -58,17 +70,30 @@ async fn restarts_under_load_lose_nothing_and_long_streams_survive_them() {
     for client in clients {
         client.await.unwrap();
     }
-    let (sent, routed) = (sent.load(Ordering::Relaxed) - CLIENTS, routed.load(Ordering::Relaxed));
+    let (sent, routed) = (
+        sent.load(Ordering::Relaxed) - CLIENTS,
+        routed.load(Ordering::Relaxed),
+    );
     assert!(sent >= REQUESTS);
     // Not one request met the gap that there is not; the machine may be so busy that Envoy gives up waiting for a few.
-    assert!(routed * 100 >= sent * 98, "only {routed} of {sent} were routed by warmroute, in {:?}", began.elapsed());
+    assert!(
+        routed * 100 >= sent * 98,
+        "only {routed} of {sent} were routed by warmroute, in {:?}",
+        began.elapsed()
+    );
     for answer in long {
         let text = answer.text().await.unwrap();
         assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
     }
     for old in left {
-        assert!(until(SOON, async || !old.is_running()).await, "still there:\n{}", old.log_tail());
-        let status = old.wait_exit(Instant::now() + Duration::from_secs(1)).unwrap();
+        assert!(
+            until(SOON, async || !old.is_running()).await,
+            "still there:\n{}",
+            old.log_tail()
+        );
+        let status = old
+            .wait_exit(Instant::now() + Duration::from_secs(1))
+            .unwrap();
         assert!(status.success(), "{status}:\n{}", old.log_tail());
     }
     bed.quiet().await;

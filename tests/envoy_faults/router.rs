@@ -27,23 +27,34 @@ async fn no_request_is_lost_when_warmroute_is_killed_while_it_holds_them() {
     }
     down_and_up_again(&mut bed).await;
     let again = bed.ask(&chat("a warm prompt", 2)).await;
-    assert_eq!((again.engine, again.mode.as_deref()), (warm.engine, Some("exact")));
+    assert_eq!(
+        (again.engine, again.mode.as_deref()),
+        (warm.engine, Some("exact"))
+    );
     assert!(again.delivered > 0);
-    assert_eq!(again.predicted, Some(again.delivered), "the index must be warm again through replay");
+    assert_eq!(
+        again.predicted,
+        Some(again.delivered),
+        "the index must be warm again through replay"
+    );
 }
 
 #[tokio::test]
 async fn no_request_is_lost_when_warmroute_is_killed_between_request_and_response() {
     let mut bed = Bed::start(2, &[], Patience::Long).await;
     for engine in 0..2 {
-        bed.misbehave(engine, &serde_json::json!({"slow_first_token_ms": 4000})).await;
+        bed.misbehave(engine, &serde_json::json!({"slow_first_token_ms": 4000}))
+            .await;
     }
-    let asking: Vec<_> = (0..8).map(|at| bed.asking(chat(&format!("slow {at}"), 5))).collect();
+    let asking: Vec<_> = (0..8)
+        .map(|at| bed.asking(chat(&format!("slow {at}"), 5)))
+        .collect();
     bed.wait_load("active_requests", 8).await;
     bed.stack.kill9_router();
     all(asking).await;
     for engine in 0..2 {
-        bed.misbehave(engine, &serde_json::json!({"slow_first_token_ms": 0})).await;
+        bed.misbehave(engine, &serde_json::json!({"slow_first_token_ms": 0}))
+            .await;
     }
     down_and_up_again(&mut bed).await;
 }
@@ -51,14 +62,24 @@ async fn no_request_is_lost_when_warmroute_is_killed_between_request_and_respons
 #[tokio::test]
 async fn no_stream_is_cut_when_warmroute_is_killed_in_the_middle_of_it() {
     let mut bed = Bed::start(2, &["--step-us", "40000"], Patience::Shipped).await;
-    let bodies: Vec<_> = (0..8).map(|at| stream(&format!("stream {at}"), 60)).collect();
-    let mut responses = join_all(bodies.iter().map(|body| async { bed.post(body).send().await.unwrap() })).await;
+    let bodies: Vec<_> = (0..8)
+        .map(|at| stream(&format!("stream {at}"), 60))
+        .collect();
+    let mut responses = join_all(
+        bodies
+            .iter()
+            .map(|body| async { bed.post(body).send().await.unwrap() }),
+    )
+    .await;
     // The first token of each, so that all are in their middle.
     let mut begun = Vec::new();
     for response in &mut responses {
         begun.push(response.chunk().await.unwrap().unwrap());
     }
-    assert!(bed.load("active_requests").await > 0, "the streams are over before the kill");
+    assert!(
+        bed.load("active_requests").await > 0,
+        "the streams are over before the kill"
+    );
     bed.stack.kill9_router();
     for (mut response, first) in responses.into_iter().zip(begun) {
         assert_eq!(response.status(), 200);
@@ -84,7 +105,10 @@ async fn a_frozen_warmroute_delays_requests_by_the_message_timeout_and_loses_non
     }
     let rest = running.bytes().await.unwrap();
     let text = [&first[..], &rest[..]].concat();
-    assert_eq!(crate::bed::usage_of_stream(std::str::from_utf8(&text).unwrap())["completion_tokens"], 40);
+    assert_eq!(
+        crate::bed::usage_of_stream(std::str::from_utf8(&text).unwrap())["completion_tokens"],
+        40
+    );
     bed.stack.router().unwrap().thaw();
     bed.routed_again().await;
 }
@@ -100,7 +124,11 @@ async fn requests_that_keep_coming_survive_three_kills() {
             let mut answered = 0;
             while !*stopped.borrow() {
                 let text = format!("client {name} turn {answered}");
-                let body = if answered % 2 == 0 { chat(&text, 8) } else { stream(&text, 8) };
+                let body = if answered % 2 == 0 {
+                    chat(&text, 8)
+                } else {
+                    stream(&text, 8)
+                };
                 whole(http.post(&url).json(&body).send().await.unwrap(), &body).await;
                 answered += 1;
             }

@@ -32,9 +32,17 @@ pub(crate) struct Upload {
 }
 
 impl Upload {
-    pub(crate) const SIZED: Self =
-        Self { sized: true, trailers: false, expect: false, piece: 60_000, pause: Duration::ZERO };
-    pub(crate) const CHUNKED: Self = Self { sized: false, ..Self::SIZED };
+    pub(crate) const SIZED: Self = Self {
+        sized: true,
+        trailers: false,
+        expect: false,
+        piece: 60_000,
+        pause: Duration::ZERO,
+    };
+    pub(crate) const CHUNKED: Self = Self {
+        sized: false,
+        ..Self::SIZED
+    };
 }
 
 /// What a client got.
@@ -50,7 +58,10 @@ pub(crate) struct Got {
 impl Got {
     /// A header; empty where there is none.
     pub(crate) fn header(&self, name: &str) -> &str {
-        self.head.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map_or("", |(_, value)| value)
+        self.head
+            .iter()
+            .find(|(key, _)| key.eq_ignore_ascii_case(name))
+            .map_or("", |(_, value)| value)
     }
 
     pub(crate) fn mode(&self) -> &str {
@@ -102,7 +113,8 @@ impl Http1 {
 
     /// Sends a chunk of a body in chunks.
     pub(crate) async fn chunk(&mut self, bytes: &[u8]) {
-        self.write(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat()).await;
+        self.write(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat())
+            .await;
     }
 
     /// Ends a body in chunks and reads the answer.
@@ -151,12 +163,22 @@ impl Steps for Http2 {
 
     async fn begin(port: u16) -> Self {
         let (frames, pieces) = mpsc::channel(16);
-        let body = reqwest::Body::wrap(Pieces { frames: pieces, length: None });
-        Self { frames, trailers: 0, answer: tokio::spawn(post2(port, false, body)) }
+        let body = reqwest::Body::wrap(Pieces {
+            frames: pieces,
+            length: None,
+        });
+        Self {
+            frames,
+            trailers: 0,
+            answer: tokio::spawn(post2(port, false, body)),
+        }
     }
 
     async fn chunk(&mut self, bytes: &[u8]) {
-        self.frames.send(Frame::data(Bytes::copy_from_slice(bytes))).await.unwrap();
+        self.frames
+            .send(Frame::data(Bytes::copy_from_slice(bytes)))
+            .await
+            .unwrap();
     }
 
     async fn trailers(&mut self) {
@@ -175,7 +197,10 @@ impl Steps for Http2 {
 }
 
 fn checked() -> HeaderMap {
-    HeaderMap::from_iter([("x-checked".parse().unwrap(), HeaderValue::from_static("yes"))])
+    HeaderMap::from_iter([(
+        "x-checked".parse().unwrap(),
+        HeaderValue::from_static("yes"),
+    )])
 }
 
 /// Sends a request in HTTP/1.1; fails where the answer takes too long.
@@ -194,15 +219,23 @@ pub(crate) async fn http1(port: u16, body: &[u8], upload: Upload) -> Got {
     if upload.expect {
         let mut seen = Vec::new();
         while !seen.ends_with(b"\r\n\r\n") {
-            let byte = tokio::time::timeout(SOON, reading.read_u8()).await.expect("no permission comes");
+            let byte = tokio::time::timeout(SOON, reading.read_u8())
+                .await
+                .expect("no permission comes");
             seen.push(byte.unwrap());
         }
-        assert!(seen.starts_with(b"HTTP/1.1 100"), "{}", String::from_utf8_lossy(&seen));
+        assert!(
+            seen.starts_with(b"HTTP/1.1 100"),
+            "{}",
+            String::from_utf8_lossy(&seen)
+        );
     }
     let write = async {
         for piece in body.chunks(upload.piece) {
             let chunk = [format!("{:x}\r\n", piece.len()).as_bytes(), piece, b"\r\n"].concat();
-            writing.write_all(if upload.sized { piece } else { &chunk }).await?;
+            writing
+                .write_all(if upload.sized { piece } else { &chunk })
+                .await?;
             if !upload.pause.is_zero() {
                 tokio::time::sleep(upload.pause).await;
             }
@@ -221,18 +254,39 @@ pub(crate) async fn http1(port: u16, body: &[u8], upload: Upload) -> Got {
 async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> Got {
     // A connection that is reset had its answer before that, or none.
     let read = tokio::time::timeout(SOON, reading.read_to_end(&mut raw)).await;
-    assert!(read.is_ok(), "no end of the answer: {}", String::from_utf8_lossy(&raw));
+    assert!(
+        read.is_ok(),
+        "no end of the answer: {}",
+        String::from_utf8_lossy(&raw)
+    );
     parse(&raw)
 }
 
 fn parse(raw: &[u8]) -> Got {
     let text = String::from_utf8_lossy(raw);
-    let Some(at) = raw.windows(4).position(|four| four == b"\r\n\r\n") else { panic!("no answer: {text:?}") };
+    let Some(at) = raw.windows(4).position(|four| four == b"\r\n\r\n") else {
+        panic!("no answer: {text:?}")
+    };
     let head = String::from_utf8_lossy(&raw[..at]).into_owned();
     let mut lines = head.lines();
-    let status = lines.next().unwrap().split(' ').nth(1).unwrap().parse().unwrap();
-    let pair = |line: &str| line.split_once(": ").map(|(key, value)| (key.to_owned(), value.to_owned()));
-    let mut got = Got { status, head: lines.filter_map(pair).collect(), body: Vec::new(), whole: false };
+    let status = lines
+        .next()
+        .unwrap()
+        .split(' ')
+        .nth(1)
+        .unwrap()
+        .parse()
+        .unwrap();
+    let pair = |line: &str| {
+        line.split_once(": ")
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+    };
+    let mut got = Got {
+        status,
+        head: lines.filter_map(pair).collect(),
+        body: Vec::new(),
+        whole: false,
+    };
     let mut rest = &raw[at + 4..];
     if let Ok(length) = got.header("content-length").parse::<usize>() {
         (got.body, got.whole) = (rest.to_vec(), rest.len() == length);
@@ -240,7 +294,9 @@ fn parse(raw: &[u8]) -> Got {
     }
     while let Some(end) = rest.windows(2).position(|two| two == b"\r\n") {
         let size = usize::from_str_radix(std::str::from_utf8(&rest[..end]).unwrap(), 16).unwrap();
-        let Some(data) = rest[end + 2..].get(..size) else { break };
+        let Some(data) = rest[end + 2..].get(..size) else {
+            break;
+        };
         got.whole = size == 0;
         got.body.extend_from_slice(data);
         rest = rest.get(end + 4 + size..).unwrap_or_default();
@@ -266,13 +322,19 @@ impl http_body::Body for Pieces {
     }
 
     fn size_hint(&self) -> http_body::SizeHint {
-        self.length.map_or_else(http_body::SizeHint::default, http_body::SizeHint::with_exact)
+        self.length.map_or_else(
+            http_body::SizeHint::default,
+            http_body::SizeHint::with_exact,
+        )
     }
 }
 
 fn pieces(body: &[u8], upload: Upload) -> reqwest::Body {
     let (send, frames) = mpsc::channel(16);
-    let (body, length) = (Bytes::copy_from_slice(body), upload.sized.then_some(body.len() as u64));
+    let (body, length) = (
+        Bytes::copy_from_slice(body),
+        upload.sized.then_some(body.len() as u64),
+    );
     tokio::spawn(async move {
         for at in (0..body.len()).step_by(upload.piece) {
             let piece = body.slice(at..body.len().min(at + upload.piece));
@@ -296,7 +358,11 @@ pub(crate) async fn http2(port: u16, body: &[u8], upload: Upload) -> Got {
 }
 
 async fn post2(port: u16, expect: bool, body: reqwest::Body) -> Got {
-    let client = warmroute::tls::client().timeout(SOON).http2_prior_knowledge().build().unwrap();
+    let client = warmroute::tls::client()
+        .timeout(SOON)
+        .http2_prior_knowledge()
+        .build()
+        .unwrap();
     let mut request = client.post(format!("http://127.0.0.1:{port}/v1/chat/completions"));
     request = request.header("content-type", "application/json");
     if expect {
@@ -310,8 +376,17 @@ async fn post2(port: u16, expect: bool, body: reqwest::Body) -> Got {
 /// Reads an answer as far as it comes.
 pub(crate) async fn take(mut response: reqwest::Response) -> Got {
     let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
-    let head = response.headers().iter().map(|(name, value)| (name.to_string(), text(value))).collect();
-    let mut got = Got { status: response.status().as_u16(), head, body: Vec::new(), whole: false };
+    let head = response
+        .headers()
+        .iter()
+        .map(|(name, value)| (name.to_string(), text(value)))
+        .collect();
+    let mut got = Got {
+        status: response.status().as_u16(),
+        head,
+        body: Vec::new(),
+        whole: false,
+    };
     loop {
         match response.chunk().await {
             Ok(Some(chunk)) => got.body.extend_from_slice(&chunk),

@@ -30,7 +30,10 @@ fn closed(manager: &mut Manager) {
 }
 
 fn unheard(manager: &mut Manager) {
-    manager.modes(&[("response_header_mode", "SKIP"), ("response_trailer_mode", "SKIP")]);
+    manager.modes(&[
+        ("response_header_mode", "SKIP"),
+        ("response_trailer_mode", "SKIP"),
+    ]);
 }
 
 const ROWS: [Row; 9] = [
@@ -138,7 +141,10 @@ const ROWS: [Row; 9] = [
 
 /// Listeners of all rows, and the same again with little patience.
 async fn gateway() -> Gateway {
-    let mut changes: Vec<Change> = ROWS.iter().map(|row| Box::new(row.change) as Change).collect();
+    let mut changes: Vec<Change> = ROWS
+        .iter()
+        .map(|row| Box::new(row.change) as Change)
+        .collect();
     changes.extend(ROWS.iter().map(|row| {
         let change = row.change;
         Box::new(move |manager: &mut Manager| {
@@ -146,7 +152,12 @@ async fn gateway() -> Gateway {
             manager.filter()["message_timeout"] = json!("0.5s");
         }) as Change
     }));
-    Gateway::start(&[engine(1), engine(2)].map(|spec| spec.with(&["--step-us", "300000"])), config(), &changes).await
+    Gateway::start(
+        &[engine(1), engine(2)].map(|spec| spec.with(&["--step-us", "300000"])),
+        config(),
+        &changes,
+    )
+    .await
 }
 
 fn config() -> Value {
@@ -159,7 +170,9 @@ fn config() -> Value {
 
 fn outcome(got: &Got) -> String {
     match got.status {
-        200 if got.whole && !got.header("content-type").starts_with("text/event-stream") => "whole".to_owned(),
+        200 if got.whole && !got.header("content-type").starts_with("text/event-stream") => {
+            "whole".to_owned()
+        }
         200 if got.whole && got.body.ends_with(b"data: [DONE]\n\n") => "whole".to_owned(),
         200 => "cut".to_owned(),
         status => status.to_string(),
@@ -168,20 +181,33 @@ fn outcome(got: &Got) -> String {
 
 impl Gateway {
     async fn ask_at(&self, listener: usize, body: &Value) -> Response {
-        self.http.post(self.at(listener, "/v1/chat/completions")).json(body).send().await.unwrap()
+        self.http
+            .post(self.at(listener, "/v1/chat/completions"))
+            .json(body)
+            .send()
+            .await
+            .unwrap()
     }
 
     /// A request at every listener from `first` on.
     async fn outcomes(&self, first: usize, body: &Value) -> Vec<String> {
-        let asked = (first..first + ROWS.len()).map(async |at| outcome(&take(self.ask_at(at, body).await).await));
+        let asked = (first..first + ROWS.len())
+            .map(async |at| outcome(&take(self.ask_at(at, body).await).await));
         join_all(asked).await
     }
 
     /// Waits until one of Envoy's clusters has so many requests in flight.
     async fn wait_active(&self, cluster: &str, wanted: usize) {
         let what = format!("cluster.{cluster}.upstream_rq_active");
-        let reached = until(SOON, async || self.envoy_counts(&what).await == wanted as u64).await;
-        assert!(reached, "{} in flight, not {wanted}", self.envoy_counts(&what).await);
+        let reached = until(SOON, async || {
+            self.envoy_counts(&what).await == wanted as u64
+        })
+        .await;
+        assert!(
+            reached,
+            "{} in flight, not {wanted}",
+            self.envoy_counts(&what).await
+        );
     }
 
     /// Every listener's requests are routed exactly, and nothing is booked after them.
@@ -192,13 +218,19 @@ impl Gateway {
                 // Where nobody listens to answers nobody names the mode in them.
                 got.status == 200 && ["exact", ""].contains(&got.mode())
             };
-            assert!(until(SOON, exact).await, "listener {listener} is not served");
+            assert!(
+                until(SOON, exact).await,
+                "listener {listener} is not served"
+            );
         });
         join_all(served).await;
         self.quiet().await;
     }
 
-    async fn kill_and_restart(&mut self, seen: impl AsyncFnOnce(&Gateway) -> Vec<String>) -> Vec<String> {
+    async fn kill_and_restart(
+        &mut self,
+        seen: impl AsyncFnOnce(&Gateway) -> Vec<String>,
+    ) -> Vec<String> {
         self.stack.kill9_router();
         let seen = seen(self).await;
         self.stack.start_router(&config()).await.unwrap();
@@ -209,9 +241,16 @@ impl Gateway {
 
 fn assert_rows(when: &str, seen: &[String], expected: impl Fn(&Row) -> &'static str) {
     let named = |outcome: &dyn Fn(usize) -> String| -> Vec<String> {
-        ROWS.iter().enumerate().map(|(at, row)| format!("{}: {}", row.name, outcome(at))).collect()
+        ROWS.iter()
+            .enumerate()
+            .map(|(at, row)| format!("{}: {}", row.name, outcome(at)))
+            .collect()
     };
-    assert_eq!(named(&|at| seen[at].clone()), named(&|at| expected(&ROWS[at]).to_owned()), "{when}");
+    assert_eq!(
+        named(&|at| seen[at].clone()),
+        named(&|at| expected(&ROWS[at]).to_owned()),
+        "{when}"
+    );
 }
 
 async fn hold_tokens(gateway: &Gateway, hold: bool) {
@@ -226,13 +265,23 @@ async fn killed_with_requests_in_hand() {
     gateway.stack.router().unwrap().freeze();
     let asked: Vec<_> = (0..ROWS.len())
         .map(|at| {
-            let request = gateway.http.post(gateway.at(at, "/v1/chat/completions")).json(&chat("held"));
+            let request = gateway
+                .http
+                .post(gateway.at(at, "/v1/chat/completions"))
+                .json(&chat("held"));
             tokio::spawn(async move { outcome(&take(request.send().await.unwrap()).await) })
         })
         .collect();
     gateway.wait_active("ext_proc", ROWS.len()).await;
-    let seen =
-        gateway.kill_and_restart(async |_| join_all(asked).await.into_iter().map(Result::unwrap).collect()).await;
+    let seen = gateway
+        .kill_and_restart(async |_| {
+            join_all(asked)
+                .await
+                .into_iter()
+                .map(Result::unwrap)
+                .collect()
+        })
+        .await;
     assert_rows("held", &seen, |row| row.held);
 }
 
@@ -242,14 +291,21 @@ async fn killed_between_request_and_answer() {
     hold_tokens(&gateway, true).await;
     let asked: Vec<_> = (0..ROWS.len())
         .map(|at| {
-            let request = gateway.http.post(gateway.at(at, "/v1/chat/completions")).json(&chat("between"));
+            let request = gateway
+                .http
+                .post(gateway.at(at, "/v1/chat/completions"))
+                .json(&chat("between"));
             tokio::spawn(async move { outcome(&take(request.send().await.unwrap()).await) })
         })
         .collect();
     gateway.wait_active("workers", ROWS.len()).await;
     let seen = async |gateway: &Gateway| {
         hold_tokens(gateway, false).await;
-        join_all(asked).await.into_iter().map(Result::unwrap).collect()
+        join_all(asked)
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect()
     };
     let seen = gateway.kill_and_restart(seen).await;
     assert_rows("between", &seen, |row| row.between);
@@ -266,7 +322,12 @@ async fn killed_in_the_middle_of_streams_and_down() {
     });
     let begun = join_all(begun).await;
     let seen = async |gateway: &Gateway| {
-        let mut seen = join_all(begun.into_iter().map(async |response| outcome(&take(response).await))).await;
+        let mut seen = join_all(
+            begun
+                .into_iter()
+                .map(async |response| outcome(&take(response).await)),
+        )
+        .await;
         seen.extend(gateway.outcomes(0, &chat("down")).await);
         seen
     };

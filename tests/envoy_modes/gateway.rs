@@ -18,20 +18,32 @@ impl Manager {
     /// The filter that asks warmroute.
     pub(crate) fn filter(&mut self) -> &mut Value {
         let filters = self.0["http_filters"].as_array_mut().unwrap();
-        let found = filters.iter_mut().find(|filter| filter["name"] == "envoy.filters.http.ext_proc");
+        let found = filters
+            .iter_mut()
+            .find(|filter| filter["name"] == "envoy.filters.http.ext_proc");
         &mut found.unwrap()["typed_config"]
     }
 
     /// Puts a filter before all others.
     pub(crate) fn first(&mut self, filter: Value) {
-        self.0["http_filters"].as_array_mut().unwrap().insert(0, filter);
+        self.0["http_filters"]
+            .as_array_mut()
+            .unwrap()
+            .insert(0, filter);
     }
 
     /// Takes the filter away that looks for first tokens.
     pub(crate) fn alone(&mut self) {
-        self.0["http_filters"].as_array_mut().unwrap().retain(|filter| filter["name"] != "first_token_probe");
-        self.filter()["grpc_service"].as_object_mut().unwrap()["envoy_grpc"] = json!({"cluster_name": "ext_proc"});
-        self.filter()["grpc_service"].as_object_mut().unwrap().remove("initial_metadata");
+        self.0["http_filters"]
+            .as_array_mut()
+            .unwrap()
+            .retain(|filter| filter["name"] != "first_token_probe");
+        self.filter()["grpc_service"].as_object_mut().unwrap()["envoy_grpc"] =
+            json!({"cluster_name": "ext_proc"});
+        self.filter()["grpc_service"]
+            .as_object_mut()
+            .unwrap()
+            .remove("initial_metadata");
     }
 
     pub(crate) fn modes(&mut self, changed: &[(&str, &str)]) {
@@ -42,13 +54,22 @@ impl Manager {
 
     /// Request bodies chunk by chunk, and back.
     pub(crate) fn duplex(&mut self) {
-        self.modes(&[("request_body_mode", "FULL_DUPLEX_STREAMED"), ("request_trailer_mode", "SEND")]);
+        self.modes(&[
+            ("request_body_mode", "FULL_DUPLEX_STREAMED"),
+            ("request_trailer_mode", "SEND"),
+        ]);
     }
 
     /// Has Envoy send nothing twice.
     pub(crate) fn without_retries(&mut self) {
         let route = &mut self.0["route_config"]["virtual_hosts"][0]["routes"][0]["route"];
-        assert!(route.as_object_mut().unwrap().remove("retry_policy").is_some());
+        assert!(
+            route
+                .as_object_mut()
+                .unwrap()
+                .remove("retry_policy")
+                .is_some()
+        );
     }
 
     pub(crate) fn buffer(&mut self, bytes: u32) {
@@ -79,17 +100,36 @@ impl std::ops::DerefMut for Gateway {
 
 impl Gateway {
     pub(crate) async fn start(specs: &[EngineSpec], more: Value, changes: &[Change]) -> Self {
-        let ports: Vec<u16> = changes.iter().map(|_| FreePort::find().unwrap().release()).collect();
-        let bed = Bed::behind(specs, more, |shipped| with_listeners(&patient(shipped), &ports, changes)).await;
+        let ports: Vec<u16> = changes
+            .iter()
+            .map(|_| FreePort::find().unwrap().release())
+            .collect();
+        let bed = Bed::behind(specs, more, |shipped| {
+            with_listeners(&patient(shipped), &ports, changes)
+        })
+        .await;
         Self { bed, ports }
     }
 
     /// One of Envoy's counters and gauges.
     pub(crate) async fn envoy_counts(&self, what: &str) -> u64 {
-        let url = self.stack.standalone().admin_url(&format!("/stats?filter=^{what}$"));
-        let page = self.http.get(&url).send().await.unwrap().text().await.unwrap();
+        let url = self
+            .stack
+            .standalone()
+            .admin_url(&format!("/stats?filter=^{what}$"));
+        let page = self
+            .http
+            .get(&url)
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap();
         // Some are not there before they count.
-        let Some(told) = page.trim().strip_prefix(what) else { return 0 };
+        let Some(told) = page.trim().strip_prefix(what) else {
+            return 0;
+        };
         told.trim_start_matches(": ").parse().unwrap()
     }
 
@@ -101,7 +141,9 @@ impl Gateway {
 
 fn with_listeners(shipped: &str, ports: &[u16], changes: &[Change]) -> String {
     let mut config: Value = serde_saphyr::from_str(shipped).unwrap();
-    let listeners = config["static_resources"]["listeners"].as_array_mut().unwrap();
+    let listeners = config["static_resources"]["listeners"]
+        .as_array_mut()
+        .unwrap();
     let own = listeners[0].clone();
     for (port, change) in ports.iter().zip(changes) {
         let mut listener = own.clone();

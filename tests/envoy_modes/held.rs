@@ -19,7 +19,9 @@ fn changes() -> Vec<Change> {
 
 fn long(topic: usize, words: usize) -> Vec<u8> {
     let question = format!("{topic}: {}", "a word and another word, ".repeat(words));
-    json!({"model": MODEL, "messages": [{"role": "user", "content": question}]}).to_string().into_bytes()
+    json!({"model": MODEL, "messages": [{"role": "user", "content": question}]})
+        .to_string()
+        .into_bytes()
 }
 
 fn assert_whole(got: &Got, body: &[u8], mode: &str) {
@@ -38,8 +40,14 @@ async fn an_upload_that_stalls_goes_on_by_what_has_come_and_arrives_whole() {
         let mut client = Http1::begin(port, CHUNKED).await;
         client.chunk(&body[..9_000]).await;
         // Nothing more comes, and it is routed all the same.
-        gateway.wait_load(1, "active_requests", |requests| requests == 1).await;
-        gateway.shows("bodies are held", |page| page.sum("held_body_bytes", &[]) == 0.0).await;
+        gateway
+            .wait_load(1, "active_requests", |requests| requests == 1)
+            .await;
+        gateway
+            .shows("bodies are held", |page| {
+                page.sum("held_body_bytes", &[]) == 0.0
+            })
+            .await;
         for piece in body[9_000..].chunks(500) {
             client.chunk(piece).await;
         }
@@ -48,7 +56,9 @@ async fn an_upload_that_stalls_goes_on_by_what_has_come_and_arrives_whole() {
         // One that stalls before its prompt has begun.
         let mut client = Http1::begin(port, CHUNKED).await;
         client.chunk(&body[..5]).await;
-        gateway.wait_load(1, "active_requests", |requests| requests == 1).await;
+        gateway
+            .wait_load(1, "active_requests", |requests| requests == 1)
+            .await;
         client.chunk(&body[5..]).await;
         assert_whole(&client.end().await, &body, "load_only");
         gateway.quiet().await;
@@ -69,12 +79,24 @@ async fn bodies_that_are_too_much_together_go_on_by_what_has_come() {
         clients.push(client);
     }
     // Six of sixteen fit, each of those beyond is let go.
-    gateway.shows("too few are routed", |page| page.sum("requests_total", &[("mode", "partial")]) >= 10.0).await;
-    gateway.shows("too much is held", |page| page.sum("held_body_bytes", &[]) <= 131_072.0).await;
+    gateway
+        .shows("too few are routed", |page| {
+            page.sum("requests_total", &[("mode", "partial")]) >= 10.0
+        })
+        .await;
+    gateway
+        .shows("too much is held", |page| {
+            page.sum("held_body_bytes", &[]) <= 131_072.0
+        })
+        .await;
     for (client, body) in clients.iter_mut().zip(&bodies) {
         client.chunk(&body[20_000..]).await;
     }
-    for (got, body) in join_all(clients.into_iter().map(Http1::end)).await.iter().zip(&bodies) {
+    for (got, body) in join_all(clients.into_iter().map(Http1::end))
+        .await
+        .iter()
+        .zip(&bodies)
+    {
         let mode = got.mode();
         assert!(["exact", "partial"].contains(&mode), "{got:?}");
         assert_whole(got, body, mode);
@@ -85,7 +107,8 @@ async fn bodies_that_are_too_much_together_go_on_by_what_has_come() {
 
 fn unfinished(body: &Value) -> reqwest::Body {
     use futures_util::StreamExt as _;
-    let begun = futures_util::stream::iter([Ok::<_, std::io::Error>(Bytes::from(body.to_string()))]);
+    let begun =
+        futures_util::stream::iter([Ok::<_, std::io::Error>(Bytes::from(body.to_string()))]);
     reqwest::Body::wrap_stream(begun.chain(futures_util::stream::pending()))
 }
 
@@ -95,19 +118,37 @@ async fn clients_that_leave_at_any_time_leave_nothing_in_full_duplex() {
     let gateway = Gateway::start(&[engine(1)], busy, &changes()).await;
     gateway.first_tokens(1, false).await;
     for listener in 0..2 {
-        let post = || gateway.http.post(gateway.at(listener, "/v1/chat/completions"));
+        let post = || {
+            gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+        };
         // While it uploads.
         let uploading = tokio::spawn(post().body(unfinished(&chat("uploading"))).send());
-        gateway.shows("nothing is held", |page| page.sum("held_body_bytes", &[]) > 0.0).await;
+        gateway
+            .shows("nothing is held", |page| {
+                page.sum("held_body_bytes", &[]) > 0.0
+            })
+            .await;
         uploading.abort();
         gateway.quiet().await;
         // Before its answer begins, and another behind it in the queue.
         let waiting = tokio::spawn(post().json(&chat("waiting")).send());
-        gateway.wait_load(1, "active_requests", |requests| requests == 1).await;
+        gateway
+            .wait_load(1, "active_requests", |requests| requests == 1)
+            .await;
         let queued = tokio::spawn(post().json(&chat("queued")).send());
-        gateway.shows("nobody is queued", |page| page.sum("queue_requests", &[]) == 1.0).await;
+        gateway
+            .shows("nobody is queued", |page| {
+                page.sum("queue_requests", &[]) == 1.0
+            })
+            .await;
         queued.abort();
-        gateway.shows("somebody is queued", |page| page.sum("queue_requests", &[]) == 0.0).await;
+        gateway
+            .shows("somebody is queued", |page| {
+                page.sum("queue_requests", &[]) == 0.0
+            })
+            .await;
         waiting.abort();
         gateway.quiet().await;
         // In the middle of its stream.

@@ -29,7 +29,11 @@ fn hinted(hint: Value, duplex: bool) -> Change {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_subset_hint_of_envoy_is_followed() {
-    let workers = [Worker::start().await, Worker::start().await, Worker::start().await];
+    let workers = [
+        Worker::start().await,
+        Worker::start().await,
+        Worker::start().await,
+    ];
     let [one, two, three] = [0, 1, 2].map(|at| workers[at].address.to_string());
     // The hint, and the workers that will do.
     let hints = [
@@ -45,9 +49,15 @@ async fn a_subset_hint_of_envoy_is_followed() {
         (json!(["127.0.0.9:1"]), vec![]),
         (json!("127.0.0.1:1"), vec![]),
     ];
-    let both = hints.iter().flat_map(|(hint, _)| [hinted(hint.clone(), false), hinted(hint.clone(), true)]);
+    let both = hints
+        .iter()
+        .flat_map(|(hint, _)| [hinted(hint.clone(), false), hinted(hint.clone(), true)]);
     let changes: Vec<Change> = both.collect();
-    let specs: Vec<_> = workers.iter().zip(1..).map(|(worker, id)| worker.engine(id)).collect();
+    let specs: Vec<_> = workers
+        .iter()
+        .zip(1..)
+        .map(|(worker, id)| worker.engine(id))
+        .collect();
     let gateway = Gateway::start(&specs, json!({}), &changes).await;
     for listener in 0..changes.len() {
         let (hint, allowed) = &hints[listener / 2];
@@ -55,17 +65,25 @@ async fn a_subset_hint_of_envoy_is_followed() {
         for turn in 0..6 {
             let get = gateway.http.get(gateway.at(listener, "/v1/models"));
             let question = chat(&format!("{turn} {}", essay(listener)));
-            let post = gateway.http.post(gateway.at(listener, "/v1/chat/completions")).json(&question);
+            let post = gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+                .json(&question);
             for request in [get, post] {
                 let answer = Answer::of(request).await;
                 if allowed.is_empty() {
                     assert_eq!(answer.error(503).0, "no_eligible_worker", "{hint}");
-                    assert!(answer.retry_after() > 0 && !answer.header("x-request-id").is_empty(), "{answer:?}");
+                    assert!(
+                        answer.retry_after() > 0 && !answer.header("x-request-id").is_empty(),
+                        "{answer:?}"
+                    );
                     continue;
                 }
                 let chosen = answer.chosen();
                 assert!(allowed.contains(&chosen), "{hint}: {answer:?}");
-                let address = workers[usize::try_from(chosen).unwrap() - 1].address.to_string();
+                let address = workers[usize::try_from(chosen).unwrap() - 1]
+                    .address
+                    .to_string();
                 assert_eq!(answer.json()["worker"], json!(address), "{hint}");
                 served.insert(chosen);
             }
@@ -90,33 +108,61 @@ async fn a_dead_worker_is_replaced_by_the_next_of_the_list_and_the_booking_moves
     for (listener, prompt) in prompts.iter().enumerate() {
         let mut prompt = prompt.clone();
         prompt["stream"] = json!(true);
-        let running = gateway.http.post(gateway.at(listener, "/v1/completions")).json(&prompt).send().await.unwrap();
+        let running = gateway
+            .http
+            .post(gateway.at(listener, "/v1/completions"))
+            .json(&prompt)
+            .send()
+            .await
+            .unwrap();
         let header = |name: &str| running.headers()[name].to_str().unwrap().to_owned();
         let served: u64 = header("x-engine-id").parse().unwrap();
         assert_ne!(served, 1);
         let named = header("x-worker-instance-id");
-        assert_eq!((running.status().as_u16(), named), (200, served.to_string()), "{running:?}");
-        gateway.wait_load(served, "active_requests", |requests| requests == 1).await;
+        assert_eq!(
+            (running.status().as_u16(), named),
+            (200, served.to_string()),
+            "{running:?}"
+        );
+        gateway
+            .wait_load(served, "active_requests", |requests| requests == 1)
+            .await;
         assert_eq!(gateway.load(1, "active_requests").await, 0);
         drop(running);
         gateway.quiet().await;
     }
-    assert_eq!(gateway.metrics().await.sum("served_elsewhere_total", &[]), 2.0);
+    assert_eq!(
+        gateway.metrics().await.sum("served_elsewhere_total", &[]),
+        2.0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_with_addresses_of_ipv6_are_routed_exactly() {
     let workers = [Worker::at("[::1]:0").await, Worker::at("[::1]:0").await];
-    let changes: Vec<Change> = vec![Box::new(|_| {}), Shown::Duplex.change(), hinted(json!(["::1"]), false)];
+    let changes: Vec<Change> = vec![
+        Box::new(|_| {}),
+        Shown::Duplex.change(),
+        hinted(json!(["::1"]), false),
+    ];
     let specs = [workers[0].engine(1), workers[1].engine(2)];
     let gateway = Gateway::start(&specs, json!({}), &changes).await;
     for listener in 0..changes.len() {
         for turn in 0..10 {
             let question = stream(&format!("{turn} {}", essay(listener)), 1);
-            let request = gateway.http.post(gateway.at(listener, "/v1/chat/completions")).json(&question);
+            let request = gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+                .json(&question);
             let answer = Answer::of(request).await;
-            assert_eq!((answer.status.as_u16(), answer.mode()), (200, "exact"), "{answer:?}");
-            let address = workers[usize::try_from(answer.chosen()).unwrap() - 1].address.to_string();
+            assert_eq!(
+                (answer.status.as_u16(), answer.mode()),
+                (200, "exact"),
+                "{answer:?}"
+            );
+            let address = workers[usize::try_from(answer.chosen()).unwrap() - 1]
+                .address
+                .to_string();
             assert_eq!(answer.json()["worker"], json!(address));
         }
     }

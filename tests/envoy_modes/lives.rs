@@ -26,11 +26,23 @@ const ROWS: [Row; 13] = [
     (["BUFFERED", "SEND", "SEND", "NONE"], Ends::Answer),
     (["BUFFERED_PARTIAL", "SKIP", "SKIP", "NONE"], Ends::Answer),
     (["STREAMED", "SKIP", "SKIP", "NONE"], Ends::Answer),
-    (["FULL_DUPLEX_STREAMED", "SKIP", "SKIP", "NONE"], Ends::Request),
-    (["FULL_DUPLEX_STREAMED", "SEND", "SKIP", "NONE"], Ends::Headers),
-    (["FULL_DUPLEX_STREAMED", "SEND", "SEND", "NONE"], Ends::Answer),
+    (
+        ["FULL_DUPLEX_STREAMED", "SKIP", "SKIP", "NONE"],
+        Ends::Request,
+    ),
+    (
+        ["FULL_DUPLEX_STREAMED", "SEND", "SKIP", "NONE"],
+        Ends::Headers,
+    ),
+    (
+        ["FULL_DUPLEX_STREAMED", "SEND", "SEND", "NONE"],
+        Ends::Answer,
+    ),
     (["NONE", "SEND", "SEND", "STREAMED"], Ends::Answer),
-    (["NONE", "SEND", "SEND", "FULL_DUPLEX_STREAMED"], Ends::Answer),
+    (
+        ["NONE", "SEND", "SEND", "FULL_DUPLEX_STREAMED"],
+        Ends::Answer,
+    ),
 ];
 
 fn change(row: Row) -> Change {
@@ -58,7 +70,13 @@ async fn load_is_booked_as_long_as_the_stream_lives() {
     for (listener, (modes, ends)) in ROWS.into_iter().enumerate() {
         let what = format!("{modes:?} {ends:?}");
         let ask = async |body| {
-            gateway.http.post(gateway.at(listener, "/v1/chat/completions")).json(&body).send().await.unwrap()
+            gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+                .json(&body)
+                .send()
+                .await
+                .unwrap()
         };
         // The headers of a stream come before its first token.
         gateway.first_tokens(1, false).await;
@@ -70,17 +88,25 @@ async fn load_is_booked_as_long_as_the_stream_lives() {
         }
         gateway.first_tokens(1, true).await;
         let got = take(running).await;
-        assert!(got.whole && got.body.ends_with(b"data: [DONE]\n\n"), "{what}: {got:?}");
+        assert!(
+            got.whole && got.body.ends_with(b"data: [DONE]\n\n"),
+            "{what}: {got:?}"
+        );
         gateway.quiet().await;
 
         gateway.first_tokens(1, false).await;
         // Clients that leave: one that has its headers, one that has nothing.
         drop(ask(stream(&what, 3)).await);
         gateway.quiet().await;
-        let request = gateway.http.post(gateway.at(listener, "/v1/chat/completions")).json(&chat(&what));
+        let request = gateway
+            .http
+            .post(gateway.at(listener, "/v1/chat/completions"))
+            .json(&chat(&what));
         let waiting = tokio::spawn(request.send());
         if ends != Ends::Request {
-            gateway.wait_load(1, "active_requests", |requests| requests == 1).await;
+            gateway
+                .wait_load(1, "active_requests", |requests| requests == 1)
+                .await;
         }
         waiting.abort();
         gateway.quiet().await;
@@ -96,7 +122,15 @@ async fn load_is_released_when_a_worker_fails_or_dies() {
     let mut running = Vec::new();
     for listener in 0..2 {
         let url = gateway.at(listener, "/v1/chat/completions");
-        running.push(gateway.http.post(url).json(&stream("dying", 3)).send().await.unwrap());
+        running.push(
+            gateway
+                .http
+                .post(url)
+                .json(&stream("dying", 3))
+                .send()
+                .await
+                .unwrap(),
+        );
     }
     assert_eq!(gateway.load(1, "active_requests").await, 2);
     gateway.kill(1);
@@ -107,7 +141,16 @@ async fn load_is_released_when_a_worker_fails_or_dies() {
     // No connection: Envoy answers by itself.
     for listener in 0..2 {
         let url = gateway.at(listener, "/v1/chat/completions");
-        let got = take(gateway.http.post(url).json(&chat("nobody there")).send().await.unwrap()).await;
+        let got = take(
+            gateway
+                .http
+                .post(url)
+                .json(&chat("nobody there"))
+                .send()
+                .await
+                .unwrap(),
+        )
+        .await;
         assert_eq!(got.status, 503, "{got:?}");
     }
     gateway.quiet().await;

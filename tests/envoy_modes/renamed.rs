@@ -16,8 +16,13 @@ fn restored(shown: Shown) -> bool {
     !matches!(shown, Shown::Duplex | Shown::DuplexWithLength)
 }
 
-const MODES: [Shown; 5] =
-    [Shown::Buffered, Shown::Partial, Shown::Duplex, Shown::DuplexWithLength, Shown::DuplexBothWays];
+const MODES: [Shown; 5] = [
+    Shown::Buffered,
+    Shown::Partial,
+    Shown::Duplex,
+    Shown::DuplexWithLength,
+    Shown::DuplexBothWays,
+];
 
 fn body(model: &str) -> String {
     let question = "what is the \\\"model\\\":\\\"of this\\\"? ".repeat(40);
@@ -27,8 +32,11 @@ fn body(model: &str) -> String {
 }
 
 fn chunked(body: &str) -> Body {
-    let pieces: Vec<_> =
-        body.as_bytes().chunks(100).map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece))).collect();
+    let pieces: Vec<_> = body
+        .as_bytes()
+        .chunks(100)
+        .map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece)))
+        .collect();
     Body::wrap_stream(futures_util::stream::iter(pieces))
 }
 
@@ -39,15 +47,28 @@ async fn a_model_is_renamed_on_its_way_there_and_back() {
     let names = ["chat-latest-of-all-that-there-are", "c"];
     let rewrites = json!({"rules": [{"models": names, "to": [{"model": MODEL}]}]});
     let changes: Vec<Change> = MODES.into_iter().map(Shown::change).collect();
-    let gateway = Gateway::start(&[worker.engine(1)], json!({"rewrites": rewrites}), &changes).await;
+    let gateway =
+        Gateway::start(&[worker.engine(1)], json!({"rewrites": rewrites}), &changes).await;
     let client = || warmroute::tls::client().timeout(crate::bed::SOON);
-    let clients = [client().http1_only().build().unwrap(), client().http2_prior_knowledge().build().unwrap()];
+    let clients = [
+        client().http1_only().build().unwrap(),
+        client().http2_prior_knowledge().build().unwrap(),
+    ];
     for (listener, shown) in MODES.into_iter().enumerate() {
-        for (client, asked) in clients.iter().flat_map(|client| names.map(|name| (client, name))) {
+        for (client, asked) in clients
+            .iter()
+            .flat_map(|client| names.map(|name| (client, name)))
+        {
             let (sent, expected) = (body(asked), body(MODEL));
             let post = |sized: bool| {
-                let payload = if sized { Body::from(sent.clone()) } else { chunked(&sent) };
-                client.post(gateway.at(listener, "/v1/chat/completions")).body(payload)
+                let payload = if sized {
+                    Body::from(sent.clone())
+                } else {
+                    chunked(&sent)
+                };
+                client
+                    .post(gateway.at(listener, "/v1/chat/completions"))
+                    .body(payload)
             };
             for sized in [true, false] {
                 let what = format!("{shown:?} {asked} sized: {sized}");
@@ -55,7 +76,11 @@ async fn a_model_is_renamed_on_its_way_there_and_back() {
                 assert!(got.status == 200 && got.whole, "{what}: {got:?}");
                 assert_eq!(got.mode(), "exact", "{what}");
                 let report = got.json();
-                assert_eq!(report["xxh3"], json!(fingerprint(expected.as_bytes())), "{what}");
+                assert_eq!(
+                    report["xxh3"],
+                    json!(fingerprint(expected.as_bytes())),
+                    "{what}"
+                );
                 let named = if restored(shown) { asked } else { MODEL };
                 assert_eq!(report["model"], json!(named), "{what}");
                 let length = expected.len().to_string();
@@ -67,7 +92,11 @@ async fn a_model_is_renamed_on_its_way_there_and_back() {
                 assert!(got.status == 200 && got.whole, "{shown:?} {size}: {got:?}");
                 let text = String::from_utf8(got.body).unwrap();
                 let named = if restored(shown) { asked } else { MODEL };
-                assert_eq!(text, events(&Value::from(named)), "{shown:?} in pieces of {size}");
+                assert_eq!(
+                    text,
+                    events(&Value::from(named)),
+                    "{shown:?} in pieces of {size}"
+                );
             }
         }
     }

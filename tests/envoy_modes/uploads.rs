@@ -80,11 +80,16 @@ impl Shown {
 fn chat(question: &str, padding: usize) -> Vec<u8> {
     let messages = json!([{"role": "user", "content": format!("{question} {}", "how are you today? ".repeat(8))}]);
     // Behind the prompt, so that it costs bytes and no tokens.
-    json!({"model": MODEL, "messages": messages, "user": "u".repeat(padding)}).to_string().into_bytes()
+    json!({"model": MODEL, "messages": messages, "user": "u".repeat(padding)})
+        .to_string()
+        .into_bytes()
 }
 
 async fn both(port: u16, body: &[u8], upload: Upload) -> [(&'static str, Got); 2] {
-    [("HTTP/1.1", http1(port, body, upload).await), ("HTTP/2", http2(port, body, upload).await)]
+    [
+        ("HTTP/1.1", http1(port, body, upload).await),
+        ("HTTP/2", http2(port, body, upload).await),
+    ]
 }
 
 /// What is wrong with what the worker received, and with how it was routed; all rows are looked at before the test fails.
@@ -99,14 +104,28 @@ impl Wrong {
         }
         let report = got.json();
         if report["xxh3"] != json!(fingerprint(body)) {
-            self.0.push(format!("{what}: {} bytes arrived of {}", report["bytes"], body.len()));
+            self.0.push(format!(
+                "{what}: {} bytes arrived of {}",
+                report["bytes"],
+                body.len()
+            ));
         }
         if !steps.contains(&got.mode()) {
-            self.0.push(format!("{what}: routed {:?}, not {steps:?}", got.mode()));
+            self.0
+                .push(format!("{what}: routed {:?}, not {steps:?}", got.mode()));
         }
         let length = body.len().to_string();
-        let framing = (received(&report, "content-length"), received(&report, "transfer-encoding"));
-        if framing != if told { (vec![length.as_str()], vec![]) } else { (vec![], vec!["chunked"]) } {
+        let framing = (
+            received(&report, "content-length"),
+            received(&report, "transfer-encoding"),
+        );
+        if framing
+            != if told {
+                (vec![length.as_str()], vec![])
+            } else {
+                (vec![], vec!["chunked"])
+            }
+        {
             self.0.push(format!("{what}: framed {framing:?}"));
         }
     }
@@ -114,13 +133,21 @@ impl Wrong {
 
 impl Drop for Wrong {
     fn drop(&mut self) {
-        assert!(std::thread::panicking() || self.0.is_empty(), "{}", self.0.join("\n"));
+        assert!(
+            std::thread::panicking() || self.0.is_empty(),
+            "{}",
+            self.0.join("\n")
+        );
     }
 }
 
 /// Listeners of all modes. Where Envoy does not hold the whole body they do not retry: see the last test.
 async fn gateway(workers: &[Worker]) -> Gateway {
-    let specs: Vec<_> = workers.iter().zip(1..).map(|(worker, id)| worker.engine(id)).collect();
+    let specs: Vec<_> = workers
+        .iter()
+        .zip(1..)
+        .map(|(worker, id)| worker.engine(id))
+        .collect();
     let change = |shown: Shown| {
         let change = shown.change();
         let retried = matches!(shown, Shown::Buffered | Shown::Unseen);
@@ -143,13 +170,36 @@ async fn uploads_of_every_shape_arrive_whole_in_every_mode() {
     let uploads = [
         Upload::SIZED,
         Upload::CHUNKED,
-        Upload { trailers: true, ..Upload::CHUNKED },
-        Upload { expect: true, ..Upload::SIZED },
-        Upload { expect: true, ..Upload::CHUNKED },
-        Upload { piece: 40, pause, ..Upload::SIZED },
-        Upload { piece: 40, pause, ..Upload::CHUNKED },
-        Upload { piece: 1, ..Upload::SIZED },
-        Upload { piece: 1, ..Upload::CHUNKED },
+        Upload {
+            trailers: true,
+            ..Upload::CHUNKED
+        },
+        Upload {
+            expect: true,
+            ..Upload::SIZED
+        },
+        Upload {
+            expect: true,
+            ..Upload::CHUNKED
+        },
+        Upload {
+            piece: 40,
+            pause,
+            ..Upload::SIZED
+        },
+        Upload {
+            piece: 40,
+            pause,
+            ..Upload::CHUNKED
+        },
+        Upload {
+            piece: 1,
+            ..Upload::SIZED
+        },
+        Upload {
+            piece: 1,
+            ..Upload::CHUNKED
+        },
     ];
     let one = async |(shown, &port): (Shown, &u16)| {
         let mut wrong = Wrong::default();
@@ -157,7 +207,12 @@ async fn uploads_of_every_shape_arrive_whole_in_every_mode() {
         for upload in uploads {
             for (version, got) in both(port, &body, upload).await {
                 let what = format!("{shown:?} {version} {upload:?}");
-                wrong.look(&what, &got, &body, (&[shown.step()], shown.tells_length(upload)));
+                wrong.look(
+                    &what,
+                    &got,
+                    &body,
+                    (&[shown.step()], shown.tells_length(upload)),
+                );
             }
         }
         std::mem::take(&mut wrong.0)
@@ -174,13 +229,21 @@ async fn empty_bodies_and_those_of_one_byte_arrive_in_every_mode() {
     let mut wrong = Vec::new();
     for (shown, &port) in Shown::ALL.into_iter().zip(&gateway.ports) {
         for body in [&b""[..], b"7"] {
-            for upload in [Upload::SIZED, Upload::CHUNKED, Upload { trailers: true, ..Upload::CHUNKED }] {
+            for upload in [
+                Upload::SIZED,
+                Upload::CHUNKED,
+                Upload {
+                    trailers: true,
+                    ..Upload::CHUNKED
+                },
+            ] {
                 for (version, got) in both(port, body, upload).await {
                     let what = format!("{shown:?} {version} {upload:?} {} bytes", body.len());
                     assert!(got.status == 200 && got.whole, "{what}: {got:?}");
                     // Of trailers alone Envoy shows nothing, where it waits for a body to buffer, and so it chooses.
-                    let unseen =
-                        body.is_empty() && upload.trailers && matches!(shown, Shown::Buffered | Shown::Partial);
+                    let unseen = body.is_empty()
+                        && upload.trailers
+                        && matches!(shown, Shown::Buffered | Shown::Partial);
                     let mode = if unseen { "" } else { "load_only" };
                     if got.json()["xxh3"] != json!(fingerprint(body)) || got.mode() != mode {
                         wrong.push(format!("{what}: {:?} {}", got.mode(), got.json()["bytes"]));
@@ -200,12 +263,23 @@ async fn bodies_of_ten_megabytes_arrive_whole_in_every_mode() {
     let mut wrong = Wrong::default();
     for (shown, &port) in Shown::ALL.into_iter().zip(&gateway.ports) {
         let body = chat(&format!("{shown:?}"), 10_000_000);
-        for upload in [Upload::SIZED, Upload::CHUNKED, Upload { trailers: true, ..Upload::CHUNKED }] {
+        for upload in [
+            Upload::SIZED,
+            Upload::CHUNKED,
+            Upload {
+                trailers: true,
+                ..Upload::CHUNKED
+            },
+        ] {
             for (version, got) in both(port, &body, upload).await {
                 let what = format!("{shown:?} {version} {upload:?} 10 MB");
                 // What follows the beginning could be tools, and those stand before all else in a prompt. Of HTTP/2 Envoy
                 // buffers as much as a stream may have on its way.
-                let steps: &[&str] = if shown == Shown::Partial { &["load_only", "exact"] } else { &[shown.step()] };
+                let steps: &[&str] = if shown == Shown::Partial {
+                    &["load_only", "exact"]
+                } else {
+                    &[shown.step()]
+                };
                 wrong.look(&what, &got, &body, (steps, shown.tells_length(upload)));
             }
         }
@@ -217,9 +291,15 @@ async fn bodies_of_ten_megabytes_arrive_whole_in_every_mode() {
 async fn a_prompt_that_fits_no_buffer_is_routed_by_its_beginning() {
     let workers = [Worker::start().await, Worker::start().await];
     let gateway = gateway(&workers).await;
-    let at = Shown::ALL.iter().position(|shown| *shown == Shown::Partial).unwrap();
-    let question = "Every word of this long question counts, and all of it arrives. ".repeat(100_000);
-    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": question}]}).to_string().into_bytes();
+    let at = Shown::ALL
+        .iter()
+        .position(|shown| *shown == Shown::Partial)
+        .unwrap();
+    let question =
+        "Every word of this long question counts, and all of it arrives. ".repeat(100_000);
+    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": question}]})
+        .to_string()
+        .into_bytes();
     let mut wrong = Wrong::default();
     for upload in [Upload::SIZED, Upload::CHUNKED] {
         let got = http1(gateway.ports[at], &body, upload).await;
@@ -231,16 +311,34 @@ async fn a_prompt_that_fits_no_buffer_is_routed_by_its_beginning() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_body_above_the_buffer_is_refused_or_arrives_whole() {
     let workers = [Worker::start().await];
-    let limited: Vec<Change> = vec![Box::new(|manager| manager.buffer(1 << 20)), Shown::Duplex.change()];
+    let limited: Vec<Change> = vec![
+        Box::new(|manager| manager.buffer(1 << 20)),
+        Shown::Duplex.change(),
+    ];
     let gateway = Gateway::start(&[workers[0].engine(1)], json!({}), &limited).await;
     let body = chat("a long one", 40_000_000);
-    for upload in [Upload::SIZED, Upload::CHUNKED, Upload { expect: true, ..Upload::SIZED }] {
+    for upload in [
+        Upload::SIZED,
+        Upload::CHUNKED,
+        Upload {
+            expect: true,
+            ..Upload::SIZED
+        },
+    ] {
         for (version, got) in both(gateway.ports[0], &body, upload).await {
-            assert!(got.status == 413 && got.whole, "{version} {upload:?}: {got:?}");
+            assert!(
+                got.status == 413 && got.whole,
+                "{version} {upload:?}: {got:?}"
+            );
         }
         // Above our own limit, 32 MiB, it goes by load.
         for (version, got) in both(gateway.ports[1], &body, upload).await {
-            Wrong::default().look(&format!("{version} {upload:?}"), &got, &body, (&["load_only"], false));
+            Wrong::default().look(
+                &format!("{version} {upload:?}"),
+                &got,
+                &body,
+                (&["load_only"], false),
+            );
         }
     }
     gateway.quiet().await;
@@ -254,7 +352,16 @@ async fn envoy_sends_a_body_with_trailers_twice_where_it_retries_in_full_duplex(
     let worker = Worker::start().await;
     let gateway = Gateway::start(&[worker.engine(1)], json!({}), &[Shown::Duplex.change()]).await;
     let body = chat("twice", 10_000_000);
-    for (version, got) in both(gateway.ports[0], &body, Upload { trailers: true, ..Upload::CHUNKED }).await {
+    for (version, got) in both(
+        gateway.ports[0],
+        &body,
+        Upload {
+            trailers: true,
+            ..Upload::CHUNKED
+        },
+    )
+    .await
+    {
         assert_eq!(got.json()["bytes"], json!(2 * body.len()), "{version}");
     }
     for (version, got) in both(gateway.ports[0], &body, Upload::CHUNKED).await {
@@ -265,7 +372,8 @@ async fn envoy_sends_a_body_with_trailers_twice_where_it_retries_in_full_duplex(
 /// The same where bodies are streamed, but for bodies of which everything, with the trailers, is there before our word on the
 /// head: of those Envoy makes one piece, which it sends once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_sends_a_streamed_body_with_trailers_twice_where_it_retries_unless_they_are_there_at_once() {
+async fn envoy_sends_a_streamed_body_with_trailers_twice_where_it_retries_unless_they_are_there_at_once()
+ {
     let worker = Worker::start().await;
     let gateway = Gateway::start(&[worker.engine(1)], json!({}), &[Shown::Streamed.change()]).await;
     // In this order: connections of HTTP/2 have more to say, and later, than is counted of HTTP/1.1.
@@ -282,22 +390,43 @@ async fn trailers_behind_a_stream<C: Steps>(gateway: &Gateway, worker: &Worker) 
     let body = chat("twice", 30_000);
     let (begun, rest) = body.split_at(20_000);
 
-    let (router, before) = (gateway.stack.router().unwrap(), gateway.envoy_counts(C::COUNTER).await);
+    let (router, before) = (
+        gateway.stack.router().unwrap(),
+        gateway.envoy_counts(C::COUNTER).await,
+    );
     router.freeze();
     let mut client = C::begin(gateway.ports[0]).await;
     client.chunk(begun).await;
     client.chunk(rest).await;
     client.trailers().await;
     let read = async || gateway.envoy_counts(C::COUNTER).await == before + client.counts();
-    assert!(until(SOON, read).await, "{}: Envoy does not read the trailers", C::VERSION);
+    assert!(
+        until(SOON, read).await,
+        "{}: Envoy does not read the trailers",
+        C::VERSION
+    );
     router.thaw();
-    assert_eq!(client.answer().await.json()["xxh3"], json!(fingerprint(&body)), "{}: at once", C::VERSION);
+    assert_eq!(
+        client.answer().await.json()["xxh3"],
+        json!(fingerprint(&body)),
+        "{}: at once",
+        C::VERSION
+    );
 
     let before = worker.arrived();
     let mut client = C::begin(gateway.ports[0]).await;
     client.chunk(begun).await;
-    assert!(until(SOON, async || worker.arrived() == before + begun.len()).await, "{}: nothing arrives", C::VERSION);
+    assert!(
+        until(SOON, async || worker.arrived() == before + begun.len()).await,
+        "{}: nothing arrives",
+        C::VERSION
+    );
     client.chunk(rest).await;
     client.trailers().await;
-    assert_eq!(client.answer().await.json()["bytes"], json!(2 * body.len()), "{}: by and by", C::VERSION);
+    assert_eq!(
+        client.answer().await.json()["bytes"],
+        json!(2 * body.len()),
+        "{}: by and by",
+        C::VERSION
+    );
 }

@@ -41,8 +41,13 @@ impl Worker {
         let arrived = Arc::new(AtomicUsize::new(0));
         let counted = arrived.clone();
         let app = Router::new().fallback(move |request| answer(address, counted.clone(), request));
-        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self { address, arrived, task }
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self {
+            address,
+            arrived,
+            task,
+        }
     }
 
     /// Bytes of bodies that have arrived, of all requests.
@@ -64,11 +69,15 @@ impl Drop for Worker {
 
 async fn answer(address: SocketAddr, arrived: Arc<AtomicUsize>, request: Request) -> Response {
     let (head, body) = request.into_parts();
-    let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| json!([name.as_str(), value.to_str().unwrap()]);
+    let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| {
+        json!([name.as_str(), value.to_str().unwrap()])
+    };
     let headers: Vec<Value> = head.headers.iter().map(text).collect();
     let (mut pieces, mut body) = (body.into_data_stream(), Vec::new());
     while let Some(piece) = pieces.next().await {
-        let Ok(piece) = piece else { return axum::http::StatusCode::BAD_REQUEST.into_response() };
+        let Ok(piece) = piece else {
+            return axum::http::StatusCode::BAD_REQUEST.into_response();
+        };
         body.extend_from_slice(&piece);
         arrived.fetch_add(piece.len(), Ordering::SeqCst);
     }
@@ -77,11 +86,16 @@ async fn answer(address: SocketAddr, arrived: Arc<AtomicUsize>, request: Request
         "id": "answer-1", "object": "chat.completion", "model": parsed["model"], "method": head.method.as_str(),
         "headers": headers, "bytes": body.len(), "xxh3": fingerprint(&body), "worker": address.to_string(),
     });
-    let Some(pieces) = head.headers.get(PIECES) else { return Json(received).into_response() };
+    let Some(pieces) = head.headers.get(PIECES) else {
+        return Json(received).into_response();
+    };
     let size: usize = pieces.to_str().unwrap().parse().unwrap();
     let stream = events(&parsed["model"]);
-    let pieces: Vec<_> =
-        stream.as_bytes().chunks(size).map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece))).collect();
+    let pieces: Vec<_> = stream
+        .as_bytes()
+        .chunks(size)
+        .map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece)))
+        .collect();
     let body = Body::from_stream(futures_util::stream::iter(pieces));
     ([("content-type", "text/event-stream")], body).into_response()
 }
@@ -107,5 +121,8 @@ pub(crate) fn fingerprint(body: &[u8]) -> String {
 /// What the worker received under a header name.
 pub(crate) fn received<'r>(report: &'r Value, name: &str) -> Vec<&'r str> {
     let pairs = report["headers"].as_array().unwrap().iter();
-    pairs.filter(|pair| pair[0] == name).map(|pair| pair[1].as_str().unwrap()).collect()
+    pairs
+        .filter(|pair| pair[0] == name)
+        .map(|pair| pair[1].as_str().unwrap())
+        .collect()
 }

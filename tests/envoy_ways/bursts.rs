@@ -48,8 +48,15 @@ impl Bursts {
             response.headers_mut().insert("x-engine-id", id.into());
             response
         });
-        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self { id, address, go, open, task }
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self {
+            id,
+            address,
+            go,
+            open,
+            task,
+        }
     }
 
     /// Lets no paced answer go on.
@@ -71,12 +78,18 @@ impl Drop for Bursts {
 
 /// One event of an answer.
 fn event(at: usize) -> String {
-    format!("data: {{\"index\":{at},\"text\":\"{}\"}}\n\n", "token ".repeat(1 + at % 40))
+    format!(
+        "data: {{\"index\":{at},\"text\":\"{}\"}}\n\n",
+        "token ".repeat(1 + at % 40)
+    )
 }
 
 /// All of an answer.
 pub(crate) fn whole(events: usize) -> String {
-    (0..events).map(event).chain(["data: [DONE]\n\n".to_owned()]).collect()
+    (0..events)
+        .map(event)
+        .chain(["data: [DONE]\n\n".to_owned()])
+        .collect()
 }
 
 /// An answer in one piece.
@@ -93,7 +106,11 @@ impl Drop for Open {
 }
 
 fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> Response {
-    let asked = |name: &str| headers.get(name).map(|value| value.to_str().unwrap().parse::<usize>().unwrap());
+    let asked = |name: &str| {
+        headers
+            .get(name)
+            .map(|value| value.to_str().unwrap().parse::<usize>().unwrap())
+    };
     if let Some(bytes) = asked(BYTES) {
         return piece(bytes).into_response();
     }
@@ -110,7 +127,11 @@ fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> 
             if let Some(go) = paced {
                 go.acquire().await.unwrap().forget();
             }
-            let text = if at == events { "data: [DONE]\n\n".to_owned() } else { event(at) };
+            let text = if at == events {
+                "data: [DONE]\n\n".to_owned()
+            } else {
+                event(at)
+            };
             Some((Ok::<_, Infallible>(Bytes::from(text)), (at + 1, open)))
         }
     });
@@ -119,7 +140,10 @@ fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> 
 }
 
 /// Sends a request, and returns the response after its first event. The rest follows when [`is_whole`] lets it.
-pub(crate) async fn begin(request: reqwest::RequestBuilder, workers: &[Bursts]) -> (reqwest::Response, Vec<u8>) {
+pub(crate) async fn begin(
+    request: reqwest::RequestBuilder,
+    workers: &[Bursts],
+) -> (reqwest::Response, Vec<u8>) {
     workers.iter().for_each(Bursts::hold);
     let mut response = request.send().await.unwrap();
     workers.iter().for_each(|worker| worker.go.add_permits(1));
@@ -128,8 +152,13 @@ pub(crate) async fn begin(request: reqwest::RequestBuilder, workers: &[Bursts]) 
 }
 
 /// Lets the workers send the rest of a response of 50 events. Returns whether all of it arrives.
-pub(crate) async fn is_whole((mut response, mut text): (reqwest::Response, Vec<u8>), workers: &[Bursts]) -> bool {
-    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
+pub(crate) async fn is_whole(
+    (mut response, mut text): (reqwest::Response, Vec<u8>),
+    workers: &[Bursts],
+) -> bool {
+    workers
+        .iter()
+        .for_each(|worker| worker.go.add_permits(1_000));
     loop {
         match response.chunk().await {
             Ok(Some(chunk)) => text.extend(chunk),

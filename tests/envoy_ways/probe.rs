@@ -32,20 +32,29 @@ impl Bed {
     async fn start(change: impl FnOnce(&str) -> String) -> Self {
         let workers = vec![Bursts::start(1).await, Bursts::start(2).await];
         let mut deployment = Deployment::engines(&[]).await;
-        deployment.write_worker_entries(&workers.iter().map(Bursts::entry).collect()).unwrap();
+        deployment
+            .write_worker_entries(&workers.iter().map(Bursts::entry).collect())
+            .unwrap();
         deployment.start_router(&telling(json!({}))).await.unwrap();
         let config = change(&deployment.envoy_config());
         deployment.start_envoy(&config).await.unwrap();
-        Self { deployment, workers }
+        Self {
+            deployment,
+            workers,
+        }
     }
 
     fn request(&self, client: &reqwest::Client, question: usize) -> RequestBuilder {
-        client.post(self.url("/v1/chat/completions")).json(&chat(&essay(question)))
+        client
+            .post(self.url("/v1/chat/completions"))
+            .json(&chat(&essay(question)))
     }
 
     /// Asks for an answer whose events come one by one.
     fn paced(&self, events: usize) -> RequestBuilder {
-        self.request(&self.http, 1).header(EVENTS, events).header(PACED, 1)
+        self.request(&self.http, 1)
+            .header(EVENTS, events)
+            .header(PACED, 1)
     }
 
     /// Lets the workers send one event more; only one of them was asked.
@@ -61,21 +70,32 @@ impl Bed {
     }
 
     fn open(&self) -> usize {
-        self.workers.iter().map(|worker| worker.open.load(Ordering::SeqCst)).sum()
+        self.workers
+            .iter()
+            .map(|worker| worker.open.load(Ordering::SeqCst))
+            .sum()
     }
 
     /// Sums over all ranks what `/debug/load` says.
     async fn load(&self, field: &str) -> u64 {
         let load = self.debug("load").await.unwrap();
-        load.as_array().unwrap().iter().map(|rank| rank[field].as_u64().unwrap()).sum()
+        load.as_array()
+            .unwrap()
+            .iter()
+            .map(|rank| rank[field].as_u64().unwrap())
+            .sum()
     }
 
     async fn probes(&self, outcome: &str) -> f64 {
-        self.metrics().await.sum("first_token_streams_total", &[("outcome", outcome)])
+        self.metrics()
+            .await
+            .sum("first_token_streams_total", &[("outcome", outcome)])
     }
 
     async fn first_tokens(&self) -> f64 {
-        self.metrics().await.sum("time_to_first_token_seconds_count", &[])
+        self.metrics()
+            .await
+            .sum("time_to_first_token_seconds_count", &[])
     }
 }
 
@@ -98,7 +118,9 @@ async fn exact(requests: impl Iterator<Item = RequestBuilder>, expected: &str) -
         let response = request.send().await.ok()?;
         (response.status() == StatusCode::OK).then_some(response.text().await.ok()?)
     });
-    let exact = async |exact, answer: Option<String>| exact + usize::from(answer.as_deref() == Some(expected));
+    let exact = async |exact, answer: Option<String>| {
+        exact + usize::from(answer.as_deref() == Some(expected))
+    };
     answers.buffer_unordered(8).fold(0, exact).await
 }
 
@@ -108,22 +130,53 @@ async fn bursts_arrive_byte_for_byte_and_every_first_token_is_seen() {
     let mut sent = 0;
     for (client, version) in &clients() {
         for (events, times) in [(1, 100), (19, 100), (999, 100), (19_999, 1)] {
-            let requests = (0..times).map(|at| bed.request(client, at % 7).version(*version).header(EVENTS, events));
-            assert_eq!(exact(requests, &whole(events)).await, times, "{events} events over {version:?}");
+            let requests = (0..times).map(|at| {
+                bed.request(client, at % 7)
+                    .version(*version)
+                    .header(EVENTS, events)
+            });
+            assert_eq!(
+                exact(requests, &whole(events)).await,
+                times,
+                "{events} events over {version:?}"
+            );
             sent += times;
         }
-        let response = bed.request(client, 1).version(*version).header(BYTES, 454).send().await.unwrap();
-        assert_eq!(response.headers()["content-length"], "454", "over {version:?}");
+        let response = bed
+            .request(client, 1)
+            .version(*version)
+            .header(BYTES, 454)
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(
+            response.headers()["content-length"],
+            "454",
+            "over {version:?}"
+        );
         sent += 1;
         for bytes in [454, 100_000] {
-            let requests = (0..20).map(|at| bed.request(client, at % 7).version(*version).header(BYTES, bytes));
-            assert_eq!(exact(requests, &piece(bytes)).await, 20, "{bytes} bytes over {version:?}");
+            let requests = (0..20).map(|at| {
+                bed.request(client, at % 7)
+                    .version(*version)
+                    .header(BYTES, bytes)
+            });
+            assert_eq!(
+                exact(requests, &piece(bytes)).await,
+                20,
+                "{bytes} bytes over {version:?}"
+            );
             sent += 20;
         }
     }
-    let counted =
-        until(PATIENCE, async || (bed.probes("seen").await, bed.first_tokens().await) == (sent as f64, sent as f64));
-    assert!(counted.await, "{sent} were sent:\n{}", bed.metrics().await.text());
+    let counted = until(PATIENCE, async || {
+        (bed.probes("seen").await, bed.first_tokens().await) == (sent as f64, sent as f64)
+    });
+    assert!(
+        counted.await,
+        "{sent} were sent:\n{}",
+        bed.metrics().await.text()
+    );
     assert_eq!(bed.probes("foreign").await, 0.0);
     bed.idle().await;
 }
@@ -133,7 +186,10 @@ async fn each_token_comes_when_it_is_sent_and_the_first_ends_the_prefill() {
     let bed = Bed::start(patient_probe).await;
     let mut response = bed.paced(20).send().await.unwrap();
     assert_eq!(response.status(), 200);
-    assert!(bed.load("active_prefill_tokens").await > 0, "the headers alone are no token");
+    assert!(
+        bed.load("active_prefill_tokens").await > 0,
+        "the headers alone are no token"
+    );
     let mut text = String::new();
     for at in 0..=20 {
         // Not before the one before it has arrived.
@@ -141,7 +197,9 @@ async fn each_token_comes_when_it_is_sent_and_the_first_ends_the_prefill() {
         let chunk = response.chunk().await.unwrap().unwrap();
         text.push_str(std::str::from_utf8(&chunk).unwrap());
         if at == 0 {
-            let over = until(PATIENCE, async || bed.load("active_prefill_tokens").await == 0);
+            let over = until(PATIENCE, async || {
+                bed.load("active_prefill_tokens").await == 0
+            });
             assert!(over.await, "the first token is there");
             assert_eq!(bed.first_tokens().await, 1.0);
         }
@@ -166,7 +224,10 @@ async fn a_client_that_leaves_frees_its_worker_before_and_after_the_first_token(
         assert_eq!((bed.load("active_requests").await, bed.open()), (1, 1));
         drop(response);
         bed.idle().await;
-        assert!(until(PATIENCE, async || bed.open() == 0).await, "the worker is not told");
+        assert!(
+            until(PATIENCE, async || bed.open() == 0).await,
+            "the worker is not told"
+        );
         bed.hold_all();
     }
 }
@@ -180,17 +241,36 @@ async fn answers_are_whole_while_warmroute_is_killed_away_and_back() {
     }
     // Some have their first token now, some have not.
     (0..2).for_each(|_| bed.let_one_go());
-    assert!(until(PATIENCE, async || (1.0..8.0).contains(&bed.first_tokens().await)).await);
+    assert!(
+        until(PATIENCE, async || (1.0..8.0)
+            .contains(&bed.first_tokens().await))
+        .await
+    );
     bed.deployment.kill9_router();
-    bed.workers.iter().for_each(|worker| worker.go.add_permits(10_000));
+    bed.workers
+        .iter()
+        .for_each(|worker| worker.go.add_permits(10_000));
     for text in join_all(open.into_iter().map(reqwest::Response::text)).await {
         assert_eq!(text.unwrap(), whole(30));
     }
     for (client, version) in &clients() {
-        let requests = |times| (0..times).map(|at| bed.request(client, at).version(*version).header(EVENTS, 500));
-        assert_eq!(exact(requests(50), &whole(500)).await, 50, "without warmroute, over {version:?}");
+        let requests = |times| {
+            (0..times).map(|at| {
+                bed.request(client, at)
+                    .version(*version)
+                    .header(EVENTS, 500)
+            })
+        };
+        assert_eq!(
+            exact(requests(50), &whole(500)).await,
+            50,
+            "without warmroute, over {version:?}"
+        );
     }
-    bed.deployment.start_router(&telling(json!({}))).await.unwrap();
+    bed.deployment
+        .start_router(&telling(json!({})))
+        .await
+        .unwrap();
     assert!(
         until(PATIENCE, async || bed
             .request(&bed.http, 1)
@@ -255,6 +335,10 @@ async fn answers_that_no_worker_gave_pass_the_probe() {
     let response = bed.request(&bed.http, 1).send().await.unwrap();
     assert_eq!(response.status(), 503);
     assert!(!response.text().await.unwrap().is_empty());
-    assert!(until(PATIENCE, async || bed.probes("none").await >= 20.0).await, "{}", bed.metrics().await.text());
+    assert!(
+        until(PATIENCE, async || bed.probes("none").await >= 20.0).await,
+        "{}",
+        bed.metrics().await.text()
+    );
     bed.idle().await;
 }

@@ -21,7 +21,9 @@ use crate::ways::{STANDALONE, XDS};
 
 /// Where the endpoints of a cluster of the shipped file come from.
 fn source(config: &mut Value) -> &mut Value {
-    config.pointer_mut("/static_resources/clusters/0/eds_cluster_config/eds_config").unwrap()
+    config
+        .pointer_mut("/static_resources/clusters/0/eds_cluster_config/eds_config")
+        .unwrap()
 }
 
 fn grpc(kind: &str) -> Value {
@@ -46,8 +48,17 @@ fn variant(shipped: &str, kind: &str, aggregated: bool) -> String {
 }
 
 /// The endpoints of a cluster as an Envoy has them: the address, and the health that it was told.
-async fn endpoints(deployment: &Deployment, envoy: &Standalone<'_>, cluster: &str) -> BTreeMap<String, String> {
-    let response = deployment.http.get(envoy.admin_url("/clusters?format=json")).send().await.unwrap();
+async fn endpoints(
+    deployment: &Deployment,
+    envoy: &Standalone<'_>,
+    cluster: &str,
+) -> BTreeMap<String, String> {
+    let response = deployment
+        .http
+        .get(envoy.admin_url("/clusters?format=json"))
+        .send()
+        .await
+        .unwrap();
     let page: Value = response.json().await.unwrap();
     let clusters = page["cluster_statuses"].as_array().unwrap();
     let hosts = clusters.iter().filter(|status| status["name"] == cluster);
@@ -55,18 +66,33 @@ async fn endpoints(deployment: &Deployment, envoy: &Standalone<'_>, cluster: &st
     hosts
         .map(|host| {
             let address = &host["address"]["socket_address"];
-            let health = host["health_status"]["eds_health_status"].as_str().unwrap_or("?");
-            (format!("{}:{}", address["address"].as_str().unwrap(), address["port_value"]), health.to_owned())
+            let health = host["health_status"]["eds_health_status"]
+                .as_str()
+                .unwrap_or("?");
+            (
+                format!(
+                    "{}:{}",
+                    address["address"].as_str().unwrap(),
+                    address["port_value"]
+                ),
+                health.to_owned(),
+            )
         })
         .collect()
 }
 
 async fn has(deployment: &Deployment, envoy: &Standalone<'_>, expected: &[(SocketAddr, &str)]) {
-    let expected: BTreeMap<String, String> =
-        expected.iter().map(|(address, health)| (address.to_string(), (*health).to_owned())).collect();
+    let expected: BTreeMap<String, String> = expected
+        .iter()
+        .map(|(address, health)| (address.to_string(), (*health).to_owned()))
+        .collect();
     let is_there = async || endpoints(deployment, envoy, "workers").await == expected;
     let found = until(PATIENCE, is_there).await;
-    assert!(found, "{:?}, not {expected:?}", endpoints(deployment, envoy, "workers").await);
+    assert!(
+        found,
+        "{:?}, not {expected:?}",
+        endpoints(deployment, envoy, "workers").await
+    );
 }
 
 fn entries(workers: &[&Bursts]) -> Value {
@@ -75,37 +101,93 @@ fn entries(workers: &[&Bursts]) -> Value {
 
 /// Workers come, drain, go, and come back, and Envoy has it each time.
 async fn follows(kind: &str, aggregated: bool) {
-    let [one, two, three] = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
+    let [one, two, three] = [
+        Bursts::start(1).await,
+        Bursts::start(2).await,
+        Bursts::start(3).await,
+    ];
     let mut deployment = Deployment::engines(&[]).await;
-    deployment.write_worker_entries(&entries(&[&one, &two])).unwrap();
+    deployment
+        .write_worker_entries(&entries(&[&one, &two]))
+        .unwrap();
     deployment.start_router(&XDS.warmroute()).await.unwrap();
     let config = variant(&XDS.envoy(&deployment, &[], "30s"), kind, aggregated);
     deployment.start_envoy(&config).await.unwrap();
     let envoy = deployment.standalone();
-    has(&deployment, &envoy, &[(one.address, "HEALTHY"), (two.address, "HEALTHY")]).await;
+    has(
+        &deployment,
+        &envoy,
+        &[(one.address, "HEALTHY"), (two.address, "HEALTHY")],
+    )
+    .await;
 
-    deployment.write_worker_entries(&entries(&[&one, &two, &three])).unwrap();
-    has(&deployment, &envoy, &[(one.address, "HEALTHY"), (two.address, "HEALTHY"), (three.address, "HEALTHY")]).await;
+    deployment
+        .write_worker_entries(&entries(&[&one, &two, &three]))
+        .unwrap();
+    has(
+        &deployment,
+        &envoy,
+        &[
+            (one.address, "HEALTHY"),
+            (two.address, "HEALTHY"),
+            (three.address, "HEALTHY"),
+        ],
+    )
+    .await;
 
     let mut drains = entries(&[&one, &three]);
     drains[0]["draining"] = json!(true);
     deployment.write_worker_entries(&drains).unwrap();
-    has(&deployment, &envoy, &[(one.address, "DRAINING"), (three.address, "HEALTHY")]).await;
-    [&one, &three].into_iter().for_each(|worker| worker.go.add_permits(1_000));
+    has(
+        &deployment,
+        &envoy,
+        &[(one.address, "DRAINING"), (three.address, "HEALTHY")],
+    )
+    .await;
+    [&one, &three]
+        .into_iter()
+        .for_each(|worker| worker.go.add_permits(1_000));
     for number in 0..10 {
-        let response = deployment.post("/v1/chat/completions", &chat(&essay(number))).await;
-        assert_eq!((response.status().as_u16(), response.headers()["x-engine-id"].to_str().unwrap()), (200, "3"));
+        let response = deployment
+            .post("/v1/chat/completions", &chat(&essay(number)))
+            .await;
+        assert_eq!(
+            (
+                response.status().as_u16(),
+                response.headers()["x-engine-id"].to_str().unwrap()
+            ),
+            (200, "3")
+        );
     }
 
     let listeners = deployment.debug("envoys").await.unwrap();
-    let [listener] = &listeners.as_array().unwrap()[..] else { panic!("{listeners}") };
+    let [listener] = &listeners.as_array().unwrap()[..] else {
+        panic!("{listeners}")
+    };
     assert_eq!(listener["node"], "warmroute-gateway");
     assert_eq!(listener["clusters"], json!(["workers"]));
-    assert_eq!(listener["variant"], if kind == "GRPC" { "state_of_the_world" } else { "delta" });
+    assert_eq!(
+        listener["variant"],
+        if kind == "GRPC" {
+            "state_of_the_world"
+        } else {
+            "delta"
+        }
+    );
     let page = deployment.metrics().await;
-    assert_eq!(listener["generation"].as_f64().unwrap(), page.sum("xds_generation", &[]));
-    assert!(page.sum("xds_updates_total", &[("outcome", "accepted")]) >= 3.0, "{}", page.text());
-    assert_eq!(page.sum("xds_updates_total", &[("outcome", "refused")]), 0.0);
+    assert_eq!(
+        listener["generation"].as_f64().unwrap(),
+        page.sum("xds_generation", &[])
+    );
+    assert!(
+        page.sum("xds_updates_total", &[("outcome", "accepted")]) >= 3.0,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("xds_updates_total", &[("outcome", "refused")]),
+        0.0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -134,18 +216,32 @@ async fn another(deployment: &Deployment, config: &str) -> (Child, u16, u16) {
     let (port, admin_port) = (port.release(), admin_port.release());
     let own = deployment.standalone();
     let config = config
-        .replace(&format!("port_value: {}}}", own.port), &format!("port_value: {port}}}"))
-        .replace(&format!("port_value: {}}}", own.admin_port), &format!("port_value: {admin_port}}}"));
+        .replace(
+            &format!("port_value: {}}}", own.port),
+            &format!("port_value: {port}}}"),
+        )
+        .replace(
+            &format!("port_value: {}}}", own.admin_port),
+            &format!("port_value: {admin_port}}}"),
+        );
     let dir = deployment.run_dir.join(format!("envoy-{port}"));
     std::fs::create_dir(&dir).unwrap();
-    (envoy::start(&config, &dir, 1).await.unwrap(), port, admin_port)
+    (
+        envoy::start(&config, &dir, 1).await.unwrap(),
+        port,
+        admin_port,
+    )
 }
 
 /// A newcomer is chosen when every Envoy has it, and not before: no request finds an Envoy that does not know its worker.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn several_envoys_at_an_address_of_its_own_have_a_newcomer_before_it_is_chosen() {
     let mut deployment = Deployment::engines(&[fast(1), fast(2), fast(3)]).await;
-    let all: Vec<Value> = deployment.engines.iter().map(|engine| engine.entry()).collect();
+    let all: Vec<Value> = deployment
+        .engines
+        .iter()
+        .map(|engine| engine.entry())
+        .collect();
     deployment.write_worker_entries(&json!(all[..1])).unwrap();
     let xds = FreePort::find().unwrap().release();
     let mut own = XDS.warmroute();
@@ -153,19 +249,40 @@ async fn several_envoys_at_an_address_of_its_own_have_a_newcomer_before_it_is_ch
     deployment.start_router(&own).await.unwrap();
     let shipped = XDS.envoy(&deployment, &[], "30s");
     let (before, after) = shipped.split_once("- name: xds").unwrap();
-    let pipe = format!("pipe: {{path: {}}}", deployment.standalone().ext_proc_socket().display());
+    let pipe = format!(
+        "pipe: {{path: {}}}",
+        deployment.standalone().ext_proc_socket().display()
+    );
     assert_eq!(after.matches(&pipe).count(), 1);
     let tcp = format!("socket_address: {{address: 127.0.0.1, port_value: {xds}}}");
     let config = format!("{before}- name: xds{}", after.replace(&pipe, &tcp));
     deployment.start_envoy(&config).await.unwrap();
     let (_second, port, _) = another(&deployment, &config).await;
-    let listen = async || deployment.debug("envoys").await.unwrap().as_array().unwrap().len() == 2;
+    let listen = async || {
+        deployment
+            .debug("envoys")
+            .await
+            .unwrap()
+            .as_array()
+            .unwrap()
+            .len()
+            == 2
+    };
     assert!(until(PATIENCE, listen).await, "{}", deployment.router_log());
     let url = format!("http://127.0.0.1:{port}/v1/completions");
-    let ready = async || deployment.http.get(format!("http://127.0.0.1:{port}/")).send().await.is_ok();
+    let ready = async || {
+        deployment
+            .http
+            .get(format!("http://127.0.0.1:{port}/"))
+            .send()
+            .await
+            .is_ok()
+    };
     assert!(until(PATIENCE, ready).await);
     for known in [2, 3, 1] {
-        deployment.write_worker_entries(&json!(all[..known])).unwrap();
+        deployment
+            .write_worker_entries(&json!(all[..known]))
+            .unwrap();
         let expected: BTreeSet<String> = (1..=known).map(|id| id.to_string()).collect();
         let mut served = BTreeSet::new();
         let mut number = known * 1_000;
@@ -202,14 +319,37 @@ async fn a_restart_of_either_side_loses_no_worker() {
     has(&deployment, &deployment.standalone(), &[healthy(&one)]).await;
     deployment.kill9_router();
     one.go.add_permits(1_000);
-    let answer = deployment.post("/v1/chat/completions", &chat(&essay(1))).await;
+    let answer = deployment
+        .post("/v1/chat/completions", &chat(&essay(1)))
+        .await;
     assert_eq!(answer.status(), 200);
-    deployment.write_worker_entries(&entries(&[&one, &two])).unwrap();
+    deployment
+        .write_worker_entries(&entries(&[&one, &two]))
+        .unwrap();
     deployment.start_router(&XDS.warmroute()).await.unwrap();
-    has(&deployment, &deployment.standalone(), &[healthy(&one), healthy(&two)]).await;
+    has(
+        &deployment,
+        &deployment.standalone(),
+        &[healthy(&one), healthy(&two)],
+    )
+    .await;
     deployment.start_envoy(&config).await.unwrap();
-    has(&deployment, &deployment.standalone(), &[healthy(&one), healthy(&two)]).await;
-    let alone = async || deployment.debug("envoys").await.unwrap().as_array().unwrap().len() == 1;
+    has(
+        &deployment,
+        &deployment.standalone(),
+        &[healthy(&one), healthy(&two)],
+    )
+    .await;
+    let alone = async || {
+        deployment
+            .debug("envoys")
+            .await
+            .unwrap()
+            .as_array()
+            .unwrap()
+            .len()
+            == 1
+    };
     assert!(until(PATIENCE, alone).await, "the old one has left");
 }
 
@@ -225,7 +365,9 @@ async fn clusters_have_the_workers_that_they_are_configured_to_have() {
     own["envoy"]["xds"] = json!({"clusters": [{"name": "prefill", "roles": ["prefill"]}]});
     deployment.start_router(&own).await.unwrap();
     let mut config: Value = serde_saphyr::from_str(&XDS.envoy(&deployment, &[], "30s")).unwrap();
-    let clusters = config["static_resources"]["clusters"].as_array_mut().unwrap();
+    let clusters = config["static_resources"]["clusters"]
+        .as_array_mut()
+        .unwrap();
     for name in ["prefill", "nobody"] {
         let mut cluster = clusters[0].clone();
         cluster["name"] = json!(name);
@@ -234,14 +376,29 @@ async fn clusters_have_the_workers_that_they_are_configured_to_have() {
     }
     deployment.start_envoy(&config.to_string()).await.unwrap();
     let envoy = deployment.standalone();
-    has(&deployment, &envoy, &[(one.address, "HEALTHY"), (two.address, "HEALTHY")]).await;
+    has(
+        &deployment,
+        &envoy,
+        &[(one.address, "HEALTHY"), (two.address, "HEALTHY")],
+    )
+    .await;
     let found = endpoints(&deployment, &envoy, "prefill").await;
     assert_eq!(found.keys().collect::<Vec<_>>(), [&two.address.to_string()]);
     assert!(endpoints(&deployment, &envoy, "nobody").await.is_empty());
     let listeners = deployment.debug("envoys").await.unwrap();
-    let unknown = listeners.as_array().unwrap().iter().find(|listener| listener["unknown"] == json!(["nobody"]));
+    let unknown = listeners
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|listener| listener["unknown"] == json!(["nobody"]));
     assert!(unknown.is_some(), "{listeners}");
-    assert!(deployment.router_log().contains("clusters that we do not know"), "{}", deployment.router_log());
+    assert!(
+        deployment
+            .router_log()
+            .contains("clusters that we do not know"),
+        "{}",
+        deployment.router_log()
+    );
 }
 
 /// What no Envoy does: refusing what is right, asking for nonsense, leaving in the middle.
@@ -254,29 +411,53 @@ async fn who_refuses_is_shown_and_holds_nobody_up() {
     let mut own = STANDALONE.warmroute();
     own["envoy"] = json!({"xds": {"listen": format!("127.0.0.1:{xds}")}});
     deployment.start_router(&own).await.unwrap();
-    let mut client = EndpointDiscoveryServiceClient::connect(format!("http://127.0.0.1:{xds}")).await.unwrap();
+    let mut client = EndpointDiscoveryServiceClient::connect(format!("http://127.0.0.1:{xds}"))
+        .await
+        .unwrap();
     let (say, said) = mpsc::channel(8);
     let ask = |nonce: &str, refusal: Option<&str>| DiscoveryRequest {
-        node: Some(Node { id: "contrary".to_owned(), ..Node::default() }),
+        node: Some(Node {
+            id: "contrary".to_owned(),
+            ..Node::default()
+        }),
         resource_names: vec!["workers".to_owned()],
         response_nonce: nonce.to_owned(),
-        error_detail: refusal.map(|message| Status { message: message.to_owned(), ..Status::default() }),
+        error_detail: refusal.map(|message| Status {
+            message: message.to_owned(),
+            ..Status::default()
+        }),
         ..DiscoveryRequest::default()
     };
     say.send(ask("", None)).await.unwrap();
-    let mut answers = client.stream_endpoints(ReceiverStream::new(said)).await.unwrap().into_inner();
+    let mut answers = client
+        .stream_endpoints(ReceiverStream::new(said))
+        .await
+        .unwrap()
+        .into_inner();
     let first = answers.message().await.unwrap().unwrap();
     assert_eq!(first.resources.len(), 1);
-    say.send(ask(&first.nonce, Some("I will not"))).await.unwrap();
+    say.send(ask(&first.nonce, Some("I will not")))
+        .await
+        .unwrap();
     let shown = async || deployment.debug("envoys").await.unwrap()[0]["refused"] == "I will not";
     assert!(until(PATIENCE, shown).await);
-    let strange = DiscoveryRequest { type_url: "type.googleapis.com/nonsense".to_owned(), ..ask("77", None) };
+    let strange = DiscoveryRequest {
+        type_url: "type.googleapis.com/nonsense".to_owned(),
+        ..ask("77", None)
+    };
     say.send(strange).await.unwrap();
     // It was told, does not say a word, and the newcomer is used all the same.
-    deployment.write_worker_entries(&entries(&[&one, &two])).unwrap();
+    deployment
+        .write_worker_entries(&entries(&[&one, &two]))
+        .unwrap();
     let second = answers.message().await.unwrap().unwrap();
-    assert_ne!((&first.version_info, &first.nonce), (&second.version_info, &second.nonce));
-    deployment.metrics_show("both are used", |page| page.sum("workers", &[]) == 2.0).await;
+    assert_ne!(
+        (&first.version_info, &first.nonce),
+        (&second.version_info, &second.nonce)
+    );
+    deployment
+        .metrics_show("both are used", |page| page.sum("workers", &[]) == 2.0)
+        .await;
     drop(answers);
     drop(say);
     let gone = async || deployment.debug("envoys").await.unwrap() == json!([]);

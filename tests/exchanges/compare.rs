@@ -14,7 +14,9 @@ pub(crate) fn differences(expected: &Value, found: &Value) -> Vec<String> {
 
 fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<String>) {
     match (expected, found) {
-        (Value::String(pattern), Value::String(text)) if pattern.starts_with('<') && pattern.ends_with('>') => {
+        (Value::String(pattern), Value::String(text))
+            if pattern.starts_with('<') && pattern.ends_with('>') =>
+        {
             if !matches(pattern, text) {
                 different.push(format!("{place}: {text:?} is not {pattern}"));
             }
@@ -22,7 +24,11 @@ fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<Str
         (Value::Object(_), _) if is_written_bytes(expected) => {
             let expected = wire::shown_bytes(&wire::bytes(expected));
             if expected != *found {
-                different.push(format!("{place}: {} is not {}", short(found), short(&expected)));
+                different.push(format!(
+                    "{place}: {} is not {}",
+                    short(found),
+                    short(&expected)
+                ));
             }
         }
         (Value::Object(expected), Value::Object(found)) => {
@@ -34,7 +40,10 @@ fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<Str
                 }
             }
             for (key, value) in found.iter().filter(|(key, _)| !expected.contains_key(*key)) {
-                different.push(format!("{place}/{key}: not expected, came as {}", short(value)));
+                different.push(format!(
+                    "{place}/{key}: not expected, came as {}",
+                    short(value)
+                ));
             }
         }
         (Value::Array(expected), Value::Array(found)) => {
@@ -42,16 +51,25 @@ fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<Str
                 let place = format!("{place}/{at}");
                 match found.get(at) {
                     Some(found) => compare(&place, value, found, different),
-                    None => different.push(format!("{place}: did not come, expected {}", short(value))),
+                    None => {
+                        different.push(format!("{place}: did not come, expected {}", short(value)))
+                    }
                 }
             }
             for (at, value) in found.iter().enumerate().skip(expected.len()) {
-                different.push(format!("{place}/{at}: not expected, came as {}", short(value)));
+                different.push(format!(
+                    "{place}/{at}: not expected, came as {}",
+                    short(value)
+                ));
             }
         }
         (Value::Number(expected), Value::Number(found)) if expected.as_f64() == found.as_f64() => {}
         _ if expected == found => {}
-        _ => different.push(format!("{place}: {} is not {}", short(found), short(expected))),
+        _ => different.push(format!(
+            "{place}: {} is not {}",
+            short(found),
+            short(expected)
+        )),
     }
 }
 
@@ -60,11 +78,16 @@ fn matches(pattern: &str, text: &str) -> bool {
     if let Some(beginning) = inner.strip_prefix("starts with ") {
         return text.starts_with(beginning);
     }
-    if let Some(range) = inner.strip_prefix("between ").and_then(|rest| rest.strip_suffix(" ms")) {
+    if let Some(range) = inner
+        .strip_prefix("between ")
+        .and_then(|rest| rest.strip_suffix(" ms"))
+    {
         let (least, most) = range.split_once(" and ").unwrap();
         let number = |text: &str| text.parse::<u64>().ok();
         let found = text.strip_suffix("ms").and_then(number);
-        return found.is_some_and(|found| (number(least).unwrap()..=number(most).unwrap()).contains(&found));
+        return found.is_some_and(|found| {
+            (number(least).unwrap()..=number(most).unwrap()).contains(&found)
+        });
     }
     let is_hex = |length| text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match inner {
@@ -75,7 +98,9 @@ fn matches(pattern: &str, text: &str) -> bool {
 }
 
 fn is_written_bytes(value: &Value) -> bool {
-    let Value::Object(fields) = value else { return false };
+    let Value::Object(fields) = value else {
+        return false;
+    };
     match fields.len() {
         1 => fields.get("hex").is_some_and(Value::is_string),
         2 => fields.contains_key("repeat") && fields.contains_key("times"),
@@ -86,7 +111,11 @@ fn is_written_bytes(value: &Value) -> bool {
 fn short(value: &Value) -> String {
     let mut text = value.to_string();
     if text.chars().count() > 400 {
-        text = format!("{}... ({} characters)", text.chars().take(400).collect::<String>(), text.len());
+        text = format!(
+            "{}... ({} characters)",
+            text.chars().take(400).collect::<String>(),
+            text.len()
+        );
     }
     text
 }

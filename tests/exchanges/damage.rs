@@ -27,7 +27,13 @@ fn damaged(value: &Value) -> Vec<Value> {
             }
         }
         Value::Array(items) => {
-            all.push(items.iter().cloned().chain([json!({ "surplus": 1 })]).collect());
+            all.push(
+                items
+                    .iter()
+                    .cloned()
+                    .chain([json!({ "surplus": 1 })])
+                    .collect(),
+            );
             for (at, inner) in items.iter().enumerate() {
                 let mut less = items.clone();
                 less.remove(at);
@@ -53,7 +59,10 @@ fn damaged(value: &Value) -> Vec<Value> {
 
 /// The steps that expect something.
 fn telling(step: &Step) -> bool {
-    !matches!(step, Step::Busy { .. } | Step::Workers { .. } | Step::End { .. } | Step::Returned { .. })
+    !matches!(
+        step,
+        Step::Busy { .. } | Step::Workers { .. } | Step::End { .. } | Step::Returned { .. }
+    )
 }
 
 /// Beyond it a transcript has nothing new for this test, and much to copy.
@@ -72,7 +81,10 @@ async fn a_change_of_any_place_of_any_transcript_is_noticed() {
         for (step, found) in steps.filter(|(step, _)| telling(step) && !is_long(step)) {
             for damaged in damaged(&step.expected()) {
                 tried += 1;
-                assert!(!differences(&damaged, found).is_empty(), "{name}: nobody notices {damaged}");
+                assert!(
+                    !differences(&damaged, found).is_empty(),
+                    "{name}: nobody notices {damaged}"
+                );
             }
         }
     }
@@ -81,7 +93,10 @@ async fn a_change_of_any_place_of_any_transcript_is_noticed() {
 
 #[tokio::test]
 async fn a_damaged_transcript_fails_when_it_is_played() {
-    let (name, script) = Script::all().into_iter().find(|(_, script)| script.steps.len() > 2).unwrap();
+    let (name, script) = Script::all()
+        .into_iter()
+        .find(|(_, script)| script.steps.len() > 2)
+        .unwrap();
     assert_eq!(play(&script).await.wrong(&script), [""; 0], "{name}");
     let mut fewer = script.clone();
     let replies = fewer.steps.iter_mut().find_map(|step| match step {
@@ -89,19 +104,34 @@ async fn a_damaged_transcript_fails_when_it_is_played() {
         _ => None,
     });
     replies.unwrap().pop();
-    assert_ne!(play(&fewer).await.wrong(&fewer), [""; 0], "{name}: an answer too many");
+    assert_ne!(
+        play(&fewer).await.wrong(&fewer),
+        [""; 0],
+        "{name}: an answer too many"
+    );
 }
 
 #[tokio::test]
 async fn a_stream_that_we_end_too_early_is_noticed() {
     let ended_by_us = |step: &Step| matches!(step, Step::End { end: End::ByUs, .. });
-    let (name, mut script) =
-        Script::all().into_iter().find(|(_, script)| script.steps.iter().any(ended_by_us)).unwrap();
+    let (name, mut script) = Script::all()
+        .into_iter()
+        .find(|(_, script)| script.steps.iter().any(ended_by_us))
+        .unwrap();
     for step in &mut script.steps {
-        if let Step::End { end: end @ End::ByUs, .. } = step {
+        if let Step::End {
+            end: end @ End::ByUs,
+            ..
+        } = step
+        {
             *end = End::Close;
         }
     }
     let wrong = play(&script).await.wrong(&script);
-    assert!(wrong.iter().any(|what| what.contains("ended the stream already")), "{name}: {wrong:?}");
+    assert!(
+        wrong
+            .iter()
+            .any(|what| what.contains("ended the stream already")),
+        "{name}: {wrong:?}"
+    );
 }

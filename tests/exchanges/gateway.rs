@@ -25,22 +25,38 @@ impl GatewayExchange {
     async fn start(mut gateway: ExternalProcessorClient<Channel>) -> (Self, String) {
         let (sender, receiver) = mpsc::unbounded_channel();
         let headers = json!({":method": "POST", ":path": "/v1/completions"});
-        sender.send(wire::request(&json!({"request_headers": {"headers": headers, "end_of_stream": true}}))).unwrap();
-        let replies = gateway.process(UnboundedReceiverStream::new(receiver)).await.unwrap().into_inner();
+        sender
+            .send(wire::request(
+                &json!({"request_headers": {"headers": headers, "end_of_stream": true}}),
+            ))
+            .unwrap();
+        let replies = gateway
+            .process(UnboundedReceiverStream::new(receiver))
+            .await
+            .unwrap()
+            .into_inner();
         let mut call = Self { sender, replies };
         let reply = call.reply().await;
         let endpoint = reply["dynamic_metadata"]["envoy.lb"][ENDPOINT].as_str();
-        let endpoint = endpoint.unwrap_or_else(|| panic!("no route: {reply}")).to_owned();
+        let endpoint = endpoint
+            .unwrap_or_else(|| panic!("no route: {reply}"))
+            .to_owned();
         (call, endpoint)
     }
 
     async fn reply(&mut self) -> Value {
-        let reply = timeout(PATIENCE, self.replies.message()).await.expect("a reply");
+        let reply = timeout(PATIENCE, self.replies.message())
+            .await
+            .expect("a reply");
         wire::reply(reply.unwrap().expect("a reply"))
     }
 
     async fn respond(mut self, headers: &Value) {
-        self.sender.send(wire::request(&json!({"response_headers": {"headers": headers}}))).unwrap();
+        self.sender
+            .send(wire::request(
+                &json!({"response_headers": {"headers": headers}}),
+            ))
+            .unwrap();
         self.reply().await;
     }
 }
@@ -65,11 +81,18 @@ fn configuration(workers: &Value) -> Value {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn authority_confines_requests_to_their_pool() {
     let mut written = configuration(&workers(&["a", "b", "a", "b"]));
-    written["confine"] = json!({"authority": {"warmroute-a.inference": "a", "warmroute-b.inference": "b"}});
+    written["confine"] =
+        json!({"authority": {"warmroute-a.inference": "a", "warmroute-b.inference": "b"}});
     let site = Site::start(&written).await;
     for (authority, pool) in [
-        ("warmroute-a.inference.svc:9002", ["192.168.1.1:8000", "192.168.1.3:8000"]),
-        ("warmroute-b.inference.svc.cluster.local:9002", ["192.168.1.2:8000", "192.168.1.4:8000"]),
+        (
+            "warmroute-a.inference.svc:9002",
+            ["192.168.1.1:8000", "192.168.1.3:8000"],
+        ),
+        (
+            "warmroute-b.inference.svc.cluster.local:9002",
+            ["192.168.1.2:8000", "192.168.1.4:8000"],
+        ),
     ] {
         let gateway = site.gateway_with(authority).await;
         let mut open = Vec::new();
@@ -79,14 +102,24 @@ async fn authority_confines_requests_to_their_pool() {
             // Open requests are load, so all workers of the pool are chosen.
             open.push((call, endpoint));
         }
-        assert!(pool.iter().all(|worker| open.iter().any(|(_, endpoint)| endpoint == worker)), "{authority}");
+        assert!(
+            pool.iter()
+                .all(|worker| open.iter().any(|(_, endpoint)| endpoint == worker)),
+            "{authority}"
+        );
     }
     let mut seen = Vec::new();
     for _ in 0..20 {
         seen.push(GatewayExchange::start(site.gateway.clone()).await);
     }
-    for pool in [["192.168.1.1:8000", "192.168.1.3:8000"], ["192.168.1.2:8000", "192.168.1.4:8000"]] {
-        assert!(seen.iter().any(|(_, endpoint)| pool.contains(&&**endpoint)), "an authority without pool: any worker");
+    for pool in [
+        ["192.168.1.1:8000", "192.168.1.3:8000"],
+        ["192.168.1.2:8000", "192.168.1.4:8000"],
+    ] {
+        assert!(
+            seen.iter().any(|(_, endpoint)| pool.contains(&&**endpoint)),
+            "an authority without pool: any worker"
+        );
     }
     drop(seen);
     site.stop().await;
@@ -98,10 +131,21 @@ async fn unmarked_503_ejects_no_worker() {
     written["overload"] = json!({"mark": "1ms"});
     let site = Site::start(&written).await;
     let unmarked = json!({":status": "503", "content-type": "text/plain"});
-    let respond = async |headers: &Value| GatewayExchange::start(site.gateway.clone()).await.0.respond(headers).await;
+    let respond = async |headers: &Value| {
+        GatewayExchange::start(site.gateway.clone())
+            .await
+            .0
+            .respond(headers)
+            .await
+    };
     let out = async || {
         let page = site.page("metrics").await;
-        let line = page.as_str().unwrap().lines().find(|line| line.starts_with("warmroute_workers_out")).unwrap();
+        let line = page
+            .as_str()
+            .unwrap()
+            .lines()
+            .find(|line| line.starts_with("warmroute_workers_out"))
+            .unwrap();
         line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
     };
     for _ in 0..40 {

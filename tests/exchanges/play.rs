@@ -31,7 +31,9 @@ impl Played {
     pub(crate) fn wrong(&self, script: &Script) -> Vec<String> {
         let steps = script.steps.iter().zip(&self.found).enumerate();
         let wrong = steps.flat_map(|(at, (step, found))| {
-            differences(&step.expected(), found).into_iter().map(move |what| format!("step {at}{what}"))
+            differences(&step.expected(), found)
+                .into_iter()
+                .map(move |what| format!("step {at}{what}"))
         });
         wrong.chain(self.late.iter().cloned()).collect()
     }
@@ -43,7 +45,10 @@ impl Step {
         match self {
             Step::Send(Send { replies, .. }) => json!({ "replies": replies }),
             Step::End { .. } => json!({ "late": [] }),
-            Step::Returned { returned: Returned { request, response }, .. } => {
+            Step::Returned {
+                returned: Returned { request, response },
+                ..
+            } => {
                 let bytes = |written: &Value| wire::shown_bytes(&wire::bytes(written));
                 json!({ "request": request.as_ref().map(bytes), "response": response.as_ref().map(bytes) })
             }
@@ -72,20 +77,40 @@ impl Stream {
         let mut request = Request::new(UnboundedReceiverStream::new(messages));
         for (key, value) in opening {
             let key = MetadataKey::from_bytes(key.as_bytes()).unwrap();
-            request.metadata_mut().insert(key, MetadataValue::try_from(value).unwrap());
+            request
+                .metadata_mut()
+                .insert(key, MetadataValue::try_from(value).unwrap());
         }
-        let from_us = site.gateway.clone().process(request).await.unwrap().into_inner();
-        Self { to_us: Some(to_us), from_us: Some(from_us), ended: false, request: Vec::new(), response: Vec::new() }
+        let from_us = site
+            .gateway
+            .clone()
+            .process(request)
+            .await
+            .unwrap()
+            .into_inner();
+        Self {
+            to_us: Some(to_us),
+            from_us: Some(from_us),
+            ended: false,
+            request: Vec::new(),
+            response: Vec::new(),
+        }
     }
 
     fn send(&self, message: ProcessingRequest) {
         // To a stream that we have ended nothing can be sent any more, and that is told by its answers.
-        _ = self.to_us.as_ref().expect("the stream is still ours").send(message);
+        _ = self
+            .to_us
+            .as_ref()
+            .expect("the stream is still ours")
+            .send(message);
     }
 
     /// The next answer; none when the stream ends or the time is over.
     async fn next(&mut self, until: Instant) -> Option<Value> {
-        let answer = timeout_at(until, self.from_us.as_mut()?.message()).await.ok()?;
+        let answer = timeout_at(until, self.from_us.as_mut()?.message())
+            .await
+            .ok()?;
         let wire = match answer {
             Ok(Some(wire)) => wire,
             Ok(None) => {
@@ -106,7 +131,11 @@ impl Stream {
     async fn answers(&mut self, expected: usize) -> Vec<Value> {
         let mut found = Vec::new();
         loop {
-            let wait = if found.len() < expected { PATIENCE } else { SILENCE };
+            let wait = if found.len() < expected {
+                PATIENCE
+            } else {
+                SILENCE
+            };
             match self.next(Instant::now() + wait).await {
                 Some(answer) => found.push(answer),
                 None => return found,
@@ -145,7 +174,13 @@ struct Player {
 pub(crate) async fn play(script: &Script) -> Played {
     let site = Site::start(&script.config).await;
     let model = script.config["models"][0]["name"].clone();
-    let mut player = Player { site, model, exchange: String::new(), streams: BTreeMap::new(), busy: Vec::new() };
+    let mut player = Player {
+        site,
+        model,
+        exchange: String::new(),
+        streams: BTreeMap::new(),
+        busy: Vec::new(),
+    };
     let mut found = Vec::new();
     for step in &script.steps {
         found.push(player.step(step).await);
@@ -154,7 +189,13 @@ pub(crate) async fn play(script: &Script) -> Played {
     for (name, mut stream) in player.streams {
         stream.to_us = None;
         if stream.from_us.is_some() {
-            late.extend(stream.rest().await.iter().map(|answer| format!("too much on {name}: {answer}")));
+            late.extend(
+                stream
+                    .rest()
+                    .await
+                    .iter()
+                    .map(|answer| format!("too much on {name}: {answer}")),
+            );
         }
     }
     drop(player.busy);
@@ -169,7 +210,9 @@ impl Player {
             Step::End { on, end } => json!({ "late": self.end(on, *end).await }),
             Step::Returned { on, returned } => {
                 let stream = &self.streams[on];
-                let of = |wanted: &Option<Value>, bytes: &[u8]| wanted.as_ref().map(|_| wire::shown_bytes(bytes));
+                let of = |wanted: &Option<Value>, bytes: &[u8]| {
+                    wanted.as_ref().map(|_| wire::shown_bytes(bytes))
+                };
                 json!({ "request": of(&returned.request, &stream.request),
                         "response": of(&returned.response, &stream.response) })
             }
@@ -188,22 +231,32 @@ impl Player {
             }
             Step::Load { load } => {
                 let expected = json!(load);
-                let page = self.site.until("debug/load", |page| loads(load, page) == expected).await;
+                let page = self
+                    .site
+                    .until("debug/load", |page| loads(load, page) == expected)
+                    .await;
                 loads(load, &page)
             }
             Step::Metrics { metrics } => {
-                let agrees = |page: &Value| differences(&json!(metrics), &series(metrics, page)).is_empty();
+                let agrees =
+                    |page: &Value| differences(&json!(metrics), &series(metrics, page)).is_empty();
                 let page = self.site.until("metrics", agrees).await;
                 series(metrics, &page)
             }
             Step::Ready { ready } => {
-                let page = self.site.until("readyz", |page| page["ready"] == *ready).await;
+                let page = self
+                    .site
+                    .until("readyz", |page| page["ready"] == *ready)
+                    .await;
                 page["ready"].clone()
             }
             Step::Health { health } => {
                 let mut found = Map::new();
                 for (service, expected) in health {
-                    found.insert(service.clone(), json!(self.site.health(service, expected).await));
+                    found.insert(
+                        service.clone(),
+                        json!(self.site.health(service, expected).await),
+                    );
                 }
                 found.into()
             }
@@ -220,7 +273,9 @@ impl Player {
             let message = message.to_string().replace("${exchange}", &self.exchange);
             stream.send(wire::request(&serde_json::from_str(&message).unwrap()));
         }
-        let early = stream.ended.then(|| json!("we had ended the stream already"));
+        let early = stream
+            .ended
+            .then(|| json!("we had ended the stream already"));
         let mut replies = stream.answers(send.replies.len()).await;
         replies.extend(early);
         for reply in &replies {
@@ -235,7 +290,9 @@ impl Player {
         let stream = self.streams.get_mut(on).unwrap();
         match end {
             End::Close => {
-                let early = stream.ended.then(|| json!("we had ended the stream already"));
+                let early = stream
+                    .ended
+                    .then(|| json!("we had ended the stream already"));
                 stream.to_us = None;
                 early.into_iter().chain(stream.rest().await).collect()
             }
@@ -275,12 +332,16 @@ fn loads(asked: &BTreeMap<String, Value>, page: &Value) -> Value {
     let of = |rank: &str| {
         let (worker, rank) = rank.split_once('/').unwrap_or((rank, "0"));
         let rank: u64 = rank.parse().unwrap();
-        page.as_array()?.iter().find(|load| load["rank"]["worker"] == worker && load["rank"]["rank"] == rank)
+        page.as_array()?
+            .iter()
+            .find(|load| load["rank"]["worker"] == worker && load["rank"]["rank"] == rank)
     };
     let ranks = asked.iter().map(|(rank, fields)| {
         let found = of(rank).unwrap_or(&Value::Null);
         let fields = fields.as_object().unwrap().keys();
-        let fields: Map<_, _> = fields.map(|field| (field.clone(), found[format!("active_{field}")].clone())).collect();
+        let fields: Map<_, _> = fields
+            .map(|field| (field.clone(), found[format!("active_{field}")].clone()))
+            .collect();
         (rank.clone(), Value::from(fields))
     });
     ranks.collect::<Map<_, _>>().into()
@@ -289,8 +350,15 @@ fn loads(asked: &BTreeMap<String, Value>, page: &Value) -> Value {
 /// Of the page those series that are asked for.
 fn series(asked: &BTreeMap<String, f64>, page: &Value) -> Value {
     let line = |name: &str| {
-        let value = page.as_str()?.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+        let value = page
+            .as_str()?
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
         value.split(' ').next()?.parse::<f64>().ok()
     };
-    asked.keys().map(|name| (name.clone(), json!(line(name).unwrap_or(0.0)))).collect::<Map<_, _>>().into()
+    asked
+        .keys()
+        .map(|name| (name.clone(), json!(line(name).unwrap_or(0.0))))
+        .collect::<Map<_, _>>()
+        .into()
 }

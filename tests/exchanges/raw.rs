@@ -43,7 +43,10 @@ pub(crate) async fn call(mut channel: Channel, encoding: &str, frames: Vec<u8>) 
         }
     }
     let status = trailers["grpc-status"].to_str().unwrap().to_owned();
-    Ended { replies: replies(&received), status }
+    Ended {
+        replies: replies(&received),
+        status,
+    }
 }
 
 fn replies(mut received: &[u8]) -> Vec<ProcessingResponse> {

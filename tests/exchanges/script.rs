@@ -103,11 +103,18 @@ impl Script {
     /// Every transcript with the name of its file.
     pub(crate) fn all() -> Vec<(String, Self)> {
         let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
-        let paths = fs::read_dir(folder()).unwrap().map(|entry| entry.unwrap().path());
-        let mut paths: Vec<_> = paths.filter(|path| name(path) != super::table::FILE).collect();
+        let paths = fs::read_dir(folder())
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
+        let mut paths: Vec<_> = paths
+            .filter(|path| name(path) != super::table::FILE)
+            .collect();
         paths.sort();
         assert!(!paths.is_empty(), "there are no transcripts");
-        paths.iter().map(|path| (name(path), Self::read(path))).collect()
+        paths
+            .iter()
+            .map(|path| (name(path), Self::read(path)))
+            .collect()
     }
 
     fn read(path: &Path) -> Self {

@@ -37,7 +37,11 @@ impl Site {
     pub(crate) async fn start(written: &Value) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut config = written.clone();
-        let workers = config.as_object_mut().unwrap().remove("workers").unwrap_or_else(|| json!([]));
+        let workers = config
+            .as_object_mut()
+            .unwrap()
+            .remove("workers")
+            .unwrap_or_else(|| json!([]));
         config["listen"] = json!({ "tcp": "127.0.0.1:0" });
         config["admin"] = json!({ "listen": "127.0.0.1:0" });
         config["workers_file"] = json!("workers.yaml");
@@ -46,7 +50,13 @@ impl Site {
         write_workers(dir.path(), &workers);
         let path = dir.path().join("warmroute.yaml");
         // Every JSON is YAML.
-        std::fs::write(&path, config.to_string().replace("${root}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        std::fs::write(
+            &path,
+            config
+                .to_string()
+                .replace("${root}", env!("CARGO_MANIFEST_DIR")),
+        )
+        .unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
         let app = App::start(config).await.unwrap();
         let (admin, tcp) = (app.admin_address, app.ext_proc_address.unwrap());
@@ -55,9 +65,20 @@ impl Site {
         let endpoint = Channel::from_shared(format!("http://{tcp}")).unwrap();
         let channel = endpoint.connect().await.unwrap();
         let health = HealthClient::new(channel.clone());
-        let gateway = ExternalProcessorClient::new(channel.clone()).max_decoding_message_size(usize::MAX);
+        let gateway =
+            ExternalProcessorClient::new(channel.clone()).max_decoding_message_size(usize::MAX);
         let pages = warmroute::tls::client().build().unwrap();
-        let site = Self { gateway, channel, endpoint, health, admin, pages, dir, shutdown, running };
+        let site = Self {
+            gateway,
+            channel,
+            endpoint,
+            health,
+            admin,
+            pages,
+            dir,
+            shutdown,
+            running,
+        };
         if workers != json!([]) {
             site.until("readyz", |page| page["ready"] == true).await;
         }
@@ -67,7 +88,10 @@ impl Site {
 
     /// A gateway whose calls have this authority.
     pub(crate) async fn gateway_with(&self, authority: &str) -> ExternalProcessorClient<Channel> {
-        let endpoint = self.endpoint.clone().origin(format!("http://{authority}").parse().unwrap());
+        let endpoint = self
+            .endpoint
+            .clone()
+            .origin(format!("http://{authority}").parse().unwrap());
         ExternalProcessorClient::new(endpoint.connect().await.unwrap())
     }
 
@@ -75,12 +99,22 @@ impl Site {
     pub(crate) async fn workers(&self, workers: &[Value]) {
         write_workers(self.dir.path(), &Value::from(workers));
         let count = workers.len();
-        self.until("debug/fleet", |page| page["members"].as_array().is_some_and(|found| found.len() == count)).await;
+        self.until("debug/fleet", |page| {
+            page["members"]
+                .as_array()
+                .is_some_and(|found| found.len() == count)
+        })
+        .await;
     }
 
     /// A page, as JSON or as text.
     pub(crate) async fn page(&self, page: &str) -> Value {
-        let answer = self.pages.get(format!("http://{}/{page}", self.admin)).send().await.unwrap();
+        let answer = self
+            .pages
+            .get(format!("http://{}/{page}", self.admin))
+            .send()
+            .await
+            .unwrap();
         let text = answer.text().await.unwrap();
         serde_json::from_str(&text).unwrap_or(Value::String(text))
     }
@@ -101,7 +135,9 @@ impl Site {
     pub(crate) async fn health(&self, service: &str, expected: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let asked = HealthCheckRequest { service: service.to_owned() };
+            let asked = HealthCheckRequest {
+                service: service.to_owned(),
+            };
             let found = match self.health.clone().check(asked).await {
                 Ok(answer) => answer.into_inner().status().as_str_name().to_owned(),
                 Err(status) => format!("{:?}", status.code()),
@@ -117,7 +153,11 @@ impl Site {
     pub(crate) async fn stop(self) {
         drop((self.gateway, self.channel, self.health, self.pages));
         self.shutdown.cancel();
-        timeout(PATIENCE, self.running).await.unwrap().unwrap().unwrap();
+        timeout(PATIENCE, self.running)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
     }
 }
 

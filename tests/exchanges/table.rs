@@ -53,7 +53,8 @@ impl Row {
 }
 
 fn rows() -> BTreeMap<String, Row> {
-    serde_json::from_slice(&fs::read(folder().join(FILE)).unwrap()).unwrap_or_else(|error| panic!("{FILE}: {error}"))
+    serde_json::from_slice(&fs::read(folder().join(FILE)).unwrap())
+        .unwrap_or_else(|error| panic!("{FILE}: {error}"))
 }
 
 /// What a row of the table lacks.
@@ -66,8 +67,9 @@ fn wrong_with(row: &str, found: &Row) -> Vec<String> {
     for test in found.tests() {
         let exists = match test.split_once("::") {
             None => folder().join(test).is_file(),
-            Some((file, name)) => fs::read_to_string(root.join(file))
-                .is_ok_and(|source| source.contains(&format!("fn {name}(")) || source.contains(&format!("fn {name}<"))),
+            Some((file, name)) => fs::read_to_string(root.join(file)).is_ok_and(|source| {
+                source.contains(&format!("fn {name}(")) || source.contains(&format!("fn {name}<"))
+            }),
         };
         if !exists {
             wrong.push(format!("{row}: there is no test {test}"));
@@ -79,11 +81,19 @@ fn wrong_with(row: &str, found: &Row) -> Vec<String> {
 #[test]
 fn every_row_has_a_test_or_a_reason_and_every_transcript_a_row() {
     let rows = rows();
-    let mut wrong: Vec<_> = rows.iter().flat_map(|(row, found)| wrong_with(row, found)).collect();
+    let mut wrong: Vec<_> = rows
+        .iter()
+        .flat_map(|(row, found)| wrong_with(row, found))
+        .collect();
     for (section, expected) in SECTIONS {
-        let count = rows.keys().filter(|row| row.split(' ').next() == Some(section)).count();
+        let count = rows
+            .keys()
+            .filter(|row| row.split(' ').next() == Some(section))
+            .count();
         if count != expected {
-            wrong.push(format!("section {section} has {expected} rows, and the table {count}"));
+            wrong.push(format!(
+                "section {section} has {expected} rows, and the table {count}"
+            ));
         }
     }
     let named: BTreeSet<_> = rows.values().flat_map(Row::tests).collect();
@@ -103,10 +113,19 @@ fn every_row_has_a_test_or_a_reason_and_every_transcript_a_row() {
 #[test]
 fn a_row_that_names_what_is_not_there_is_noticed() {
     let row = |text: &str| serde_json::from_str::<Row>(text).unwrap();
-    let good = row(r#"{"test": "tests/exchanges/table.rs::a_row_that_names_what_is_not_there_is_noticed"}"#);
+    let good = row(
+        r#"{"test": "tests/exchanges/table.rs::a_row_that_names_what_is_not_there_is_noticed"}"#,
+    );
     assert_eq!(wrong_with("row", &good), [""; 0]);
-    assert_eq!(wrong_with("row", &row(r#"{"test": null, "note": "because"}"#)), [""; 0]);
-    for bad in [r#"{"test": null}"#, r#"{"test": "none.json"}"#, r#"{"test": ["tests/exchanges/table.rs::nobody"]}"#] {
+    assert_eq!(
+        wrong_with("row", &row(r#"{"test": null, "note": "because"}"#)),
+        [""; 0]
+    );
+    for bad in [
+        r#"{"test": null}"#,
+        r#"{"test": "none.json"}"#,
+        r#"{"test": ["tests/exchanges/table.rs::nobody"]}"#,
+    ] {
         assert_eq!(wrong_with("row", &row(bad)).len(), 1, "{bad}");
     }
     let gone: PathBuf = folder().join("none.json");

@@ -4,15 +4,19 @@ use std::collections::HashMap;
 use std::fmt::Debug;
 
 use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
-use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue, HeaderValueOption, Metadata};
+use envoy_types::pb::envoy::config::core::v3::{
+    HeaderMap, HeaderValue, HeaderValueOption, Metadata,
+};
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
-use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{BodySendMode, HeaderSendMode};
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
+    BodySendMode, HeaderSendMode,
+};
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    CommonResponse, HeaderMutation, HttpBody, HttpHeaders, HttpTrailers, ImmediateResponse, ProcessingRequest,
-    ProcessingResponse, ProtocolConfiguration, TrailersResponse,
+    CommonResponse, HeaderMutation, HttpBody, HttpHeaders, HttpTrailers, ImmediateResponse,
+    ProcessingRequest, ProcessingResponse, ProtocolConfiguration, TrailersResponse,
 };
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{ListValue, Struct, Value as ProtoValue};
@@ -27,9 +31,15 @@ pub(crate) fn bytes(written: &Value) -> Vec<u8> {
             if let (Some(piece), Some(times)) = (fields.get("repeat"), fields.get("times")) {
                 return bytes(piece).repeat(times.as_u64().unwrap() as usize);
             }
-            let digits = fields.get("hex").and_then(Value::as_str).unwrap_or_else(|| panic!("no bytes: {written}"));
+            let digits = fields
+                .get("hex")
+                .and_then(Value::as_str)
+                .unwrap_or_else(|| panic!("no bytes: {written}"));
             let digits: Vec<u8> = digits.bytes().filter(|digit| *digit != b' ').collect();
-            digits.chunks(2).map(|pair| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+            digits
+                .chunks(2)
+                .map(|pair| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap())
+                .collect()
         }
         _ => panic!("no bytes: {written}"),
     }
@@ -39,7 +49,9 @@ pub(crate) fn bytes(written: &Value) -> Vec<u8> {
 pub(crate) fn shown_bytes(bytes: &[u8]) -> Value {
     match str::from_utf8(bytes) {
         Ok(text) => Value::String(text.to_owned()),
-        Err(_) => json!({ "hex": bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>() }),
+        Err(_) => {
+            json!({ "hex": bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>() })
+        }
     }
 }
 
@@ -49,18 +61,26 @@ pub(crate) fn request(written: &Value) -> ProcessingRequest {
     for (key, value) in written.as_object().unwrap() {
         match key.as_str() {
             "metadata" => {
-                let filter_metadata =
-                    value.as_object().unwrap().iter().map(|(key, value)| (key.clone(), fields(value)));
-                wire.metadata_context =
-                    Some(Metadata { filter_metadata: filter_metadata.collect(), ..Metadata::default() });
+                let filter_metadata = value
+                    .as_object()
+                    .unwrap()
+                    .iter()
+                    .map(|(key, value)| (key.clone(), fields(value)));
+                wire.metadata_context = Some(Metadata {
+                    filter_metadata: filter_metadata.collect(),
+                    ..Metadata::default()
+                });
             }
             "attributes" => {
-                wire.attributes = HashMap::from([("envoy.filters.http.ext_proc".to_owned(), fields(value))])
+                wire.attributes =
+                    HashMap::from([("envoy.filters.http.ext_proc".to_owned(), fields(value))])
             }
             "protocol_config" => {
                 let mode = |key: &str| {
                     let name = value[key].as_str().unwrap_or("NONE");
-                    BodySendMode::from_str_name(name).unwrap_or_else(|| panic!("no body mode: {name}")).into()
+                    BodySendMode::from_str_name(name)
+                        .unwrap_or_else(|| panic!("no body mode: {name}"))
+                        .into()
                 };
                 wire.protocol_config = Some(ProtocolConfiguration {
                     request_body_mode: mode("request_body_mode"),
@@ -80,12 +100,26 @@ fn message(key: &str, value: &Value) -> Request {
         "request_body" | "response_body" => &["body", "end_of_stream"],
         _ => &["trailers"],
     };
-    let surplus = value.as_object().unwrap().keys().find(|field| !known.contains(&field.as_str()));
+    let surplus = value
+        .as_object()
+        .unwrap()
+        .keys()
+        .find(|field| !known.contains(&field.as_str()));
     assert_eq!(surplus, None, "no field of {key}");
     let end_of_stream = value["end_of_stream"].as_bool().unwrap_or(false);
-    let headers = || HttpHeaders { headers: Some(header_map(&value["headers"])), end_of_stream, ..Default::default() };
-    let body = || HttpBody { body: bytes(&value["body"]), end_of_stream, ..Default::default() };
-    let trailers = || HttpTrailers { trailers: Some(header_map(&value["trailers"])) };
+    let headers = || HttpHeaders {
+        headers: Some(header_map(&value["headers"])),
+        end_of_stream,
+        ..Default::default()
+    };
+    let body = || HttpBody {
+        body: bytes(&value["body"]),
+        end_of_stream,
+        ..Default::default()
+    };
+    let trailers = || HttpTrailers {
+        trailers: Some(header_map(&value["trailers"])),
+    };
     match key {
         "request_headers" => Request::RequestHeaders(headers()),
         "request_body" => Request::RequestBody(body()),
@@ -101,20 +135,46 @@ fn message(key: &str, value: &Value) -> Request {
 fn header_map(written: &Value) -> HeaderMap {
     let header = |key: &str, value: &Value| match value {
         Value::Object(fields) => {
-            let get = |name: &str| fields.get(name).map_or("", |value| value.as_str().unwrap()).to_owned();
-            HeaderValue { key: key.to_owned(), value: get("value"), raw_value: get("raw_value").into_bytes() }
+            let get = |name: &str| {
+                fields
+                    .get(name)
+                    .map_or("", |value| value.as_str().unwrap())
+                    .to_owned()
+            };
+            HeaderValue {
+                key: key.to_owned(),
+                value: get("value"),
+                raw_value: get("raw_value").into_bytes(),
+            }
         }
-        text => HeaderValue { key: key.to_owned(), raw_value: bytes(text), ..HeaderValue::default() },
+        text => HeaderValue {
+            key: key.to_owned(),
+            raw_value: bytes(text),
+            ..HeaderValue::default()
+        },
     };
-    let headers = written.as_object().into_iter().flatten().flat_map(|(key, value)| match value {
-        Value::Array(values) => values.iter().map(|value| header(key, value)).collect(),
-        value => vec![header(key, value)],
-    });
-    HeaderMap { headers: headers.collect() }
+    let headers = written
+        .as_object()
+        .into_iter()
+        .flatten()
+        .flat_map(|(key, value)| match value {
+            Value::Array(values) => values.iter().map(|value| header(key, value)).collect(),
+            value => vec![header(key, value)],
+        });
+    HeaderMap {
+        headers: headers.collect(),
+    }
 }
 
 fn fields(value: &Value) -> Struct {
-    Struct { fields: value.as_object().unwrap().iter().map(|(key, value)| (key.clone(), proto(value))).collect() }
+    Struct {
+        fields: value
+            .as_object()
+            .unwrap()
+            .iter()
+            .map(|(key, value)| (key.clone(), proto(value)))
+            .collect(),
+    }
 }
 
 fn proto(value: &Value) -> ProtoValue {
@@ -123,7 +183,9 @@ fn proto(value: &Value) -> ProtoValue {
         Value::Bool(value) => Kind::BoolValue(*value),
         Value::Number(value) => Kind::NumberValue(value.as_f64().unwrap()),
         Value::String(value) => Kind::StringValue(value.clone()),
-        Value::Array(values) => Kind::ListValue(ListValue { values: values.iter().map(proto).collect() }),
+        Value::Array(values) => Kind::ListValue(ListValue {
+            values: values.iter().map(proto).collect(),
+        }),
         Value::Object(_) => Kind::StructValue(fields(value)),
     };
     ProtoValue { kind: Some(kind) }
@@ -141,7 +203,12 @@ fn json_of(value: &ProtoValue) -> Value {
 }
 
 fn json_of_struct(fields: &Struct) -> Value {
-    fields.fields.iter().map(|(key, value)| (key.clone(), json_of(value))).collect::<Map<_, _>>().into()
+    fields
+        .fields
+        .iter()
+        .map(|(key, value)| (key.clone(), json_of(value)))
+        .collect::<Map<_, _>>()
+        .into()
 }
 
 /// One answer of ours. What is shown is taken out; what is left over is shown as it is, so that nothing goes unseen.
@@ -159,7 +226,10 @@ pub(crate) fn reply(mut wire: ProcessingResponse) -> Value {
     }
     if let Some(wait) = wire.override_message_timeout.take() {
         let millis = wait.seconds * 1000 + i64::from(wait.nanos) / 1_000_000;
-        shown.insert("override_message_timeout".to_owned(), json!(format!("{millis}ms")));
+        shown.insert(
+            "override_message_timeout".to_owned(),
+            json!(format!("{millis}ms")),
+        );
     }
     left_over(&wire, &mut shown)
 }
@@ -174,10 +244,20 @@ fn left_over<M: Default + PartialEq + Debug>(rest: &M, shown: &mut Map<String, V
 
 fn message_of(response: Response) -> (&'static str, Value) {
     match response {
-        Response::RequestHeaders(reply) => ("request_headers", reply.response.map_or(Value::Null, common)),
-        Response::ResponseHeaders(reply) => ("response_headers", reply.response.map_or(Value::Null, common)),
-        Response::RequestBody(reply) => ("request_body", reply.response.map_or(Value::Null, common)),
-        Response::ResponseBody(reply) => ("response_body", reply.response.map_or(Value::Null, common)),
+        Response::RequestHeaders(reply) => (
+            "request_headers",
+            reply.response.map_or(Value::Null, common),
+        ),
+        Response::ResponseHeaders(reply) => (
+            "response_headers",
+            reply.response.map_or(Value::Null, common),
+        ),
+        Response::RequestBody(reply) => {
+            ("request_body", reply.response.map_or(Value::Null, common))
+        }
+        Response::ResponseBody(reply) => {
+            ("response_body", reply.response.map_or(Value::Null, common))
+        }
         Response::RequestTrailers(reply) => ("request_trailers", trailers(reply)),
         Response::ResponseTrailers(reply) => ("response_trailers", trailers(reply)),
         Response::ImmediateResponse(reply) => ("immediate_response", immediate(reply)),
@@ -190,15 +270,30 @@ fn common(mut reply: CommonResponse) -> Value {
     if std::mem::take(&mut reply.clear_route_cache) {
         shown.insert("clear_route_cache".to_owned(), json!(true));
     }
-    reply.header_mutation.take().into_iter().for_each(|mutation| headers(mutation, &mut shown));
+    reply
+        .header_mutation
+        .take()
+        .into_iter()
+        .for_each(|mutation| headers(mutation, &mut shown));
     match reply.body_mutation.take().and_then(|body| body.mutation) {
         Some(Mutation::Body(body)) => drop(shown.insert("body".to_owned(), shown_bytes(&body))),
-        Some(Mutation::ClearBody(clear)) => drop(shown.insert("clear_body".to_owned(), json!(clear))),
+        Some(Mutation::ClearBody(clear)) => {
+            drop(shown.insert("clear_body".to_owned(), json!(clear)))
+        }
         Some(Mutation::StreamedResponse(mut piece)) => {
             let mut fields = Map::new();
-            fields.insert("body".to_owned(), shown_bytes(&std::mem::take(&mut piece.body)));
-            fields.insert("end_of_stream".to_owned(), json!(std::mem::take(&mut piece.end_of_stream)));
-            shown.insert("streamed_response".to_owned(), left_over(&piece, &mut fields));
+            fields.insert(
+                "body".to_owned(),
+                shown_bytes(&std::mem::take(&mut piece.body)),
+            );
+            fields.insert(
+                "end_of_stream".to_owned(),
+                json!(std::mem::take(&mut piece.end_of_stream)),
+            );
+            shown.insert(
+                "streamed_response".to_owned(),
+                left_over(&piece, &mut fields),
+            );
         }
         None => {}
     }
@@ -207,21 +302,39 @@ fn common(mut reply: CommonResponse) -> Value {
 
 fn trailers(mut reply: TrailersResponse) -> Value {
     let mut shown = Map::new();
-    reply.header_mutation.take().into_iter().for_each(|mutation| headers(mutation, &mut shown));
+    reply
+        .header_mutation
+        .take()
+        .into_iter()
+        .for_each(|mutation| headers(mutation, &mut shown));
     left_over(&reply, &mut shown)
 }
 
 /// `details` is for Envoy's logs.
 fn immediate(mut reply: ImmediateResponse) -> Value {
     let mut shown = Map::new();
-    shown.insert("status".to_owned(), json!(reply.status.take().map_or(0, |status| status.code)));
-    reply.headers.take().into_iter().for_each(|mutation| headers(mutation, &mut shown));
+    shown.insert(
+        "status".to_owned(),
+        json!(reply.status.take().map_or(0, |status| status.code)),
+    );
+    reply
+        .headers
+        .take()
+        .into_iter()
+        .for_each(|mutation| headers(mutation, &mut shown));
     let body = std::mem::take(&mut reply.body);
     let json = shown["set_headers"]["content-type"] == "application/json";
     let text = || shown_bytes(&body);
-    let body = if json { serde_json::from_slice(&body).unwrap_or_else(|_| text()) } else { text() };
+    let body = if json {
+        serde_json::from_slice(&body).unwrap_or_else(|_| text())
+    } else {
+        text()
+    };
     shown.insert("body".to_owned(), body);
-    shown.insert("details".to_owned(), json!(std::mem::take(&mut reply.details)));
+    shown.insert(
+        "details".to_owned(),
+        json!(std::mem::take(&mut reply.details)),
+    );
     left_over(&reply, &mut shown)
 }
 
@@ -230,7 +343,8 @@ fn headers(mutation: HeaderMutation, shown: &mut Map<String, Value>) {
     let mut set = Map::new();
     for mut option in mutation.set_headers {
         let header = option.header.take().unwrap_or_default();
-        let overwrites = option.append_action == i32::from(HeaderAppendAction::OverwriteIfExistsOrAdd);
+        let overwrites =
+            option.append_action == i32::from(HeaderAppendAction::OverwriteIfExistsOrAdd);
         option.append_action = 0;
         let mut value = shown_bytes(&header.raw_value);
         if !overwrites || !header.value.is_empty() || option != HeaderValueOption::default() {
@@ -267,7 +381,11 @@ fn mode_of(mut mode: ProcessingMode) -> Value {
     take("request_body_mode", &mut mode.request_body_mode, false);
     take("response_body_mode", &mut mode.response_body_mode, false);
     take("request_trailer_mode", &mut mode.request_trailer_mode, true);
-    take("response_trailer_mode", &mut mode.response_trailer_mode, true);
+    take(
+        "response_trailer_mode",
+        &mut mode.response_trailer_mode,
+        true,
+    );
     left_over(&mode, &mut shown)
 }
 

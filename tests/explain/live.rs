@@ -25,16 +25,34 @@ struct Deployment {
 
 fn programs() -> Programs {
     let tests = std::env::current_exe().unwrap();
-    let engine = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
-    assert!(engine.exists(), "{} is missing: cargo build --example engine_sim", engine.display());
-    Programs { warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()], engine: vec![engine.into()] }
+    let engine = tests
+        .parent()
+        .unwrap()
+        .with_file_name("examples")
+        .join("engine_sim");
+    assert!(
+        engine.exists(),
+        "{} is missing: cargo build --example engine_sim",
+        engine.display()
+    );
+    Programs {
+        warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()],
+        engine: vec![engine.into()],
+    }
 }
 
 impl Deployment {
     async fn start() -> Self {
-        let dir = tempfile::Builder::new().prefix("warmroute-").tempdir().unwrap();
-        let specs: Vec<_> = (1..=8).map(|id| EngineSpec::new(id).with(&["--speed", "20"])).collect();
-        let mut stack = Stack::engines(&programs(), &specs, dir.path()).await.unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-")
+            .tempdir()
+            .unwrap();
+        let specs: Vec<_> = (1..=8)
+            .map(|id| EngineSpec::new(id).with(&["--speed", "20"]))
+            .collect();
+        let mut stack = Stack::engines(&programs(), &specs, dir.path())
+            .await
+            .unwrap();
         stack.write_workers().unwrap();
         let config = json!({
             "clients": {"trusted": true},
@@ -49,9 +67,16 @@ impl Deployment {
         stack.start_router(&config).await.unwrap();
         let envoy = stack.standalone().config().unwrap();
         // Only how long it waits for warmroute is another: a busy machine is nobody's fault.
-        stack.start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s")).await.unwrap();
+        stack
+            .start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s"))
+            .await
+            .unwrap();
         let http = warmroute::tls::client().timeout(PATIENCE).build().unwrap();
-        Self { stack, http, _dir: dir }
+        Self {
+            stack,
+            http,
+            _dir: dir,
+        }
     }
 
     /// Pinned by the body: the shipped Envoy takes the header for a forgery.
@@ -62,14 +87,31 @@ impl Deployment {
     }
 
     async fn misbehave(&self, id: u64, how: Value) {
-        let engine = self.stack.engines.iter().find(|engine| engine.spec.id == id).unwrap();
-        let told = self.http.post(engine.url("/sim/misbehave")).json(&how).send().await.unwrap();
+        let engine = self
+            .stack
+            .engines
+            .iter()
+            .find(|engine| engine.spec.id == id)
+            .unwrap();
+        let told = self
+            .http
+            .post(engine.url("/sim/misbehave"))
+            .json(&how)
+            .send()
+            .await
+            .unwrap();
         assert_eq!(told.status(), StatusCode::OK);
     }
 
     async fn waits(&self, what: &str, page: &str, holds: impl Fn(&Value) -> bool) {
-        let shown = until(PATIENCE, async || holds(&self.stack.debug(page).await.unwrap()));
-        assert!(shown.await, "{what}: {}", self.stack.debug(page).await.unwrap());
+        let shown = until(PATIENCE, async || {
+            holds(&self.stack.debug(page).await.unwrap())
+        });
+        assert!(
+            shown.await,
+            "{what}: {}",
+            self.stack.debug(page).await.unwrap()
+        );
     }
 
     fn log(&self) -> String {
@@ -86,19 +128,34 @@ impl Deployment {
             part["messages"][1]["content"] = "Go on.".into();
             let answer = self.pinned(id, &part).send().await.unwrap();
             assert_eq!(
-                (answer.status(), answer.headers()["x-engine-id"].to_str().unwrap()),
+                (
+                    answer.status(),
+                    answer.headers()["x-engine-id"].to_str().unwrap()
+                ),
                 (StatusCode::OK, &*id.to_string())
             );
             answer.bytes().await.unwrap();
         }
         let mut cached = 0;
         for engine in &self.stack.engines {
-            let state: Value = self.http.get(engine.url("/sim/state")).send().await.unwrap().json().await.unwrap();
+            let state: Value = self
+                .http
+                .get(engine.url("/sim/state"))
+                .send()
+                .await
+                .unwrap()
+                .json()
+                .await
+                .unwrap();
             cached += state["ranks"][0]["cached"].as_array().unwrap().len();
         }
         assert!(cached > 60, "{cached}");
-        self.waits("the index holds what the engines hold", "index", |page| page["total"]["device"] == cached).await;
-        self.waits("nothing is booked", "load", |page| requests(page) == 0).await;
+        self.waits("the index holds what the engines hold", "index", |page| {
+            page["total"]["device"] == cached
+        })
+        .await;
+        self.waits("nothing is booked", "load", |page| requests(page) == 0)
+            .await;
     }
 
     /// Two engines never answer what they are asked, one refuses.
@@ -108,38 +165,65 @@ impl Deployment {
             self.misbehave(id, json!({"hang": true})).await;
             for at in 0..count {
                 let words = format!("Number {at} for {id}: ").repeat(20);
-                let body = json!({"model": MODEL, "messages": [{"role": "user", "content": words}]});
+                let body =
+                    json!({"model": MODEL, "messages": [{"role": "user", "content": words}]});
                 let asking = self.pinned(id, &body).timeout(PATIENCE * 10).send();
                 held.push(tokio::spawn(async move { drop(asking.await) }));
             }
         }
-        self.waits("four requests are booked", "load", |page| requests(page) == 4).await;
+        self.waits("four requests are booked", "load", |page| {
+            requests(page) == 4
+        })
+        .await;
         self.misbehave(REFUSING, json!({"refuse": 503})).await;
-        let refused = self.pinned(REFUSING, &captured_chat()).send().await.unwrap();
+        let refused = self
+            .pinned(REFUSING, &captured_chat())
+            .send()
+            .await
+            .unwrap();
         assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
         refused.bytes().await.unwrap();
-        self.waits("the refused request is gone", "load", |page| requests(page) == 4).await;
+        self.waits("the refused request is gone", "load", |page| {
+            requests(page) == 4
+        })
+        .await;
         held
     }
 }
 
 fn requests(load: &Value) -> u64 {
-    load.as_array().unwrap().iter().map(|rank| rank["active_requests"].as_u64().unwrap()).sum()
+    load.as_array()
+        .unwrap()
+        .iter()
+        .map(|rank| rank["active_requests"].as_u64().unwrap())
+        .sum()
 }
 
 /// `key=value key=value` as a map.
 fn pairs(line: &str) -> BTreeMap<String, String> {
-    let pairs = line.split_whitespace().filter_map(|pair| pair.split_once('='));
-    pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+    let pairs = line
+        .split_whitespace()
+        .filter_map(|pair| pair.split_once('='));
+    pairs
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
 }
 
 /// What the short form has to say of an explanation.
 fn short_of(said: &Value) -> BTreeMap<String, String> {
-    let [phase] = &said["phases"].as_array().unwrap()[..] else { panic!("{said}") };
+    let [phase] = &said["phases"].as_array().unwrap()[..] else {
+        panic!("{said}")
+    };
     let judged = phase["judged"].as_array().unwrap();
-    let won = judged.iter().find(|judged| judged["rank"] == phase["winner"]).unwrap();
+    let won = judged
+        .iter()
+        .find(|judged| judged["rank"] == phase["winner"])
+        .unwrap();
     let term = |name: &str| format!("{:.3}", won["cost"][name].as_f64().unwrap());
-    let candidates = judged.iter().filter(|judged| judged["excluded"].is_null()).count();
+    let candidates = judged
+        .iter()
+        .filter(|judged| judged["excluded"].is_null())
+        .count();
     [
         ("worker", rank_name(&won["rank"])),
         ("cost", term("total")),
@@ -161,7 +245,11 @@ async fn the_next_real_request_logs_the_numbers_that_explain_prints_for_eight_wo
     deployment.warm().await;
     let held = deployment.burden().await;
 
-    let body = write(&deployment.stack.run_dir, "body.json", captured_chat().to_string());
+    let body = write(
+        &deployment.stack.run_dir,
+        "body.json",
+        captured_chat().to_string(),
+    );
     let (admin, body) = (deployment.stack.admin_url("/"), body.to_str().unwrap());
     let json = explained(&["--admin", &admin, "--body", body, "--json"], b"").await;
     let table = explained(&["--admin", &admin, "--body", body], b"").await;
@@ -171,27 +259,50 @@ async fn the_next_real_request_logs_the_numbers_that_explain_prints_for_eight_wo
     let load = deployment.stack.debug("load").await.unwrap();
     assert_eq!(requests(&load), 4, "nothing is booked by asking: {load}");
 
-    let asked =
-        deployment.http.post(deployment.stack.url(CHAT)).header("x-request-id", "the-next").json(&captured_chat());
+    let asked = deployment
+        .http
+        .post(deployment.stack.url(CHAT))
+        .header("x-request-id", "the-next")
+        .json(&captured_chat());
     let answer = asked.send().await.unwrap();
     let header = |name: &str| answer.headers()[name].to_str().unwrap().to_owned();
-    assert_eq!((answer.status(), header("x-warmroute-mode")), (StatusCode::OK, "exact".to_owned()));
+    assert_eq!(
+        (answer.status(), header("x-warmroute-mode")),
+        (StatusCode::OK, "exact".to_owned())
+    );
     let expected = short_of(&said);
     assert_eq!(pairs(&header("x-warmroute-why")), expected);
     assert_eq!(format!("{}/0", header("x-engine-id")), expected["worker"]);
-    assert_eq!(header("x-warmroute-predicted-cached-tokens"), expected["cached_tokens"]);
+    assert_eq!(
+        header("x-warmroute-predicted-cached-tokens"),
+        expected["cached_tokens"]
+    );
     let log = deployment.log();
-    let line = log.lines().find(|line| line.contains("routed worker=") && line.contains("the-next"));
-    print(&format!("x-warmroute-why: {}\n{}", header("x-warmroute-why"), line.unwrap_or_default()));
+    let line = log
+        .lines()
+        .find(|line| line.contains("routed worker=") && line.contains("the-next"));
+    print(&format!(
+        "x-warmroute-why: {}\n{}",
+        header("x-warmroute-why"),
+        line.unwrap_or_default()
+    ));
     let logged = pairs(line.unwrap_or_else(|| panic!("{log}")));
     for (key, value) in &expected {
         assert_eq!(logged.get(key), Some(value), "{key} in {line:?}");
     }
-    assert_eq!(logged["prompt_tokens"], said["prompt_tokens"].to_string(), "{line:?}");
+    assert_eq!(
+        logged["prompt_tokens"],
+        said["prompt_tokens"].to_string(),
+        "{line:?}"
+    );
     assert_eq!(logged["mode"].trim_matches('"'), "exact", "{line:?}");
     let delivered: Value = answer.json().await.unwrap();
     let cached = &delivered["usage"]["prompt_tokens_details"]["cached_tokens"];
-    assert_eq!(cached.to_string(), expected["cached_tokens"], "what the engine really had: {delivered}");
+    assert_eq!(
+        cached.to_string(),
+        expected["cached_tokens"],
+        "what the engine really had: {delivered}"
+    );
     held.iter().for_each(JoinHandle::abort);
 }
 
@@ -205,17 +316,35 @@ fn check(said: &Value, table: &str) {
     let phase = &said["phases"][0];
     let judged = phase["judged"].as_array().unwrap();
     assert_eq!(judged.len(), 8);
-    let held: Vec<u64> = judged.iter().map(|judged| judged["overlap"]["device"].as_u64().unwrap()).collect();
-    assert!(held[..6].windows(2).all(|pair| pair[0] < pair[1]), "{held:?}");
+    let held: Vec<u64> = judged
+        .iter()
+        .map(|judged| judged["overlap"]["device"].as_u64().unwrap())
+        .collect();
+    assert!(
+        held[..6].windows(2).all(|pair| pair[0] < pair[1]),
+        "{held:?}"
+    );
     for (id, count) in HANGING {
         let load = &judged[id as usize - 1]["load"];
         assert_eq!(load["active_requests"], count, "{load}");
-        assert!(load["active_prefill_tokens"].as_u64().unwrap() > 100 * count as u64, "{load}");
+        assert!(
+            load["active_prefill_tokens"].as_u64().unwrap() > 100 * count as u64,
+            "{load}"
+        );
     }
     assert_eq!(judged[7]["excluded"], "is overloaded");
-    assert_eq!(phase["winner"]["worker"], "5", "the sixth holds more and has too much to do: {table}");
+    assert_eq!(
+        phase["winner"]["worker"], "5",
+        "the sixth holds more and has too much to do: {table}"
+    );
     assert_eq!(phase["runner_up"]["worker"], "4");
-    assert!(said["sentence"].as_str().unwrap().contains("while 6/0 holds"), "{said}");
+    assert!(
+        said["sentence"]
+            .as_str()
+            .unwrap()
+            .contains("while 6/0 holds"),
+        "{said}"
+    );
 
     for judged in judged {
         let name = rank_name(&judged["rank"]);
@@ -224,7 +353,9 @@ fn check(said: &Value, table: &str) {
             .filter(|line| line.split_whitespace().next() == Some(&name))
             .map(|line| line.split_whitespace().collect())
             .collect();
-        let [state, costs] = &rows[..] else { panic!("{name}: {table}") };
+        let [state, costs] = &rows[..] else {
+            panic!("{name}: {table}")
+        };
         let number = |value: &Value| value.to_string();
         let load = &judged["load"];
         let expected = [
@@ -240,7 +371,9 @@ fn check(said: &Value, table: &str) {
             number(&judged["decode_blocks"]),
         ];
         assert_eq!(state[3..], expected, "{table}");
-        let Some(cost) = judged["cost"].as_object() else { continue };
+        let Some(cost) = judged["cost"].as_object() else {
+            continue;
+        };
         let terms = [
             "prefill_blocks",
             "device_credit",

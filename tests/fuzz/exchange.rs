@@ -34,7 +34,12 @@ const MODES: [BodyMode; 6] = [
     BodyMode::Grpc,
 ];
 
-const PATHS: [&str; 4] = ["/v1/chat/completions", "/v1/files", "/v1/models", "/v1/audio/speech"];
+const PATHS: [&str; 4] = [
+    "/v1/chat/completions",
+    "/v1/files",
+    "/v1/models",
+    "/v1/audio/speech",
+];
 
 /// As the wire has them, and one that does not exist.
 const WIRE_MODES: [i32; 7] = [0, 1, 2, 3, 4, 5, 77];
@@ -65,13 +70,23 @@ impl Run {
         let start = Start {
             probed_as: input.rarely().then(|| "probe".to_owned()),
             sampled: input.rarely(),
-            request_id: if input.flag() { "request".to_owned() } else { String::new() },
+            request_id: if input.flag() {
+                "request".to_owned()
+            } else {
+                String::new()
+            },
             pool: None,
         };
         let first = input.flag().then(|| configuration(input));
         let watch = Watch::new(options.assumed);
         let exchange = Exchange::new(Arc::new(options), start);
-        Self { exchange, watch, subset: None, whole: None, first }
+        Self {
+            exchange,
+            watch,
+            subset: None,
+            whole: None,
+            first,
+        }
     }
 
     fn step(&mut self, input: &mut Input<'_>) {
@@ -79,16 +94,28 @@ impl Run {
         let effects = match input.below(24) {
             0 | 1 => return self.wire(input, request_headers),
             2..=6 => return self.wire(input, |input| Request::RequestBody(body(input))),
-            7 => return self.wire(input, |_| Request::RequestTrailers(proto::HttpTrailers::default())),
+            7 => {
+                return self.wire(input, |_| {
+                    Request::RequestTrailers(proto::HttpTrailers::default())
+                });
+            }
             8 | 9 => return self.wire(input, response_headers),
             10..=13 => return self.wire(input, |input| Request::ResponseBody(body(input))),
-            14 => return self.wire(input, |_| Request::ResponseTrailers(proto::HttpTrailers::default())),
+            14 => {
+                return self.wire(input, |_| {
+                    Request::ResponseTrailers(proto::HttpTrailers::default())
+                });
+            }
             15..=18 => self.route(input),
             19 => self.exchange.on_immediate(&refusal()),
             20 => {
                 let gathering = self.exchange.is_gathering();
                 let effects = self.exchange.on_deadline();
-                assert_eq!(effects.len(), usize::from(gathering), "a deadline is for a body that is gathered");
+                assert_eq!(
+                    effects.len(),
+                    usize::from(gathering),
+                    "a deadline is for a body that is gathered"
+                );
                 effects
             }
             21 => self.exchange.on_first_token(),
@@ -104,7 +131,10 @@ impl Run {
 
     /// A message as it comes over the wire.
     fn wire(&mut self, input: &mut Input<'_>, message: impl Fn(&mut Input<'_>) -> Request) {
-        let mut wire = ProcessingRequest { request: Some(message(input)), ..ProcessingRequest::default() };
+        let mut wire = ProcessingRequest {
+            request: Some(message(input)),
+            ..ProcessingRequest::default()
+        };
         if input.rarely() {
             wire.metadata_context = Some(metadata(input));
         }
@@ -141,25 +171,41 @@ impl Run {
             // Only a document can be edited.
             Some(body) if !body.is_empty() && input.flag() => Some(Edit {
                 body: Bytes::copy_from_slice(input.chunk()),
-                restore: input
-                    .flag()
-                    .then(|| Renamed { served: "served".to_owned(), asked: "asked \"so\"".to_owned() }),
+                restore: input.flag().then(|| Renamed {
+                    served: "served".to_owned(),
+                    asked: "asked \"so\"".to_owned(),
+                }),
             }),
             _ => None,
         };
-        let steer = if input.below(4) == 0 { Steer::PASSTHROUGH } else { steer(input) };
-        let copy = input
-            .rarely()
-            .then(|| Copied { cluster: "prefill".into(), to: warmroute::worker::Endpoint(([10, 0, 0, 9], 9).into()) });
-        let directions = Directions { steer, edit, copy, first_token_with_headers: input.rarely() };
-        self.watch.routes(&directions, self.whole.as_ref(), &self.exchange);
+        let steer = if input.below(4) == 0 {
+            Steer::PASSTHROUGH
+        } else {
+            steer(input)
+        };
+        let copy = input.rarely().then(|| Copied {
+            cluster: "prefill".into(),
+            to: warmroute::worker::Endpoint(([10, 0, 0, 9], 9).into()),
+        });
+        let directions = Directions {
+            steer,
+            edit,
+            copy,
+            first_token_with_headers: input.rarely(),
+        };
+        self.watch
+            .routes(&directions, self.whole.as_ref(), &self.exchange);
         self.exchange.on_route(directions)
     }
 
     fn hold(&self) {
-        let Some(effect) = self.exchange.hold(Duration::from_millis(1500)) else { return };
+        let Some(effect) = self.exchange.hold(Duration::from_millis(1500)) else {
+            return;
+        };
         assert!(self.exchange.is_routing(), "nothing is waited for");
-        let Effect::Reply(reply) = effect else { panic!("only a reply can ask to wait") };
+        let Effect::Reply(reply) = effect else {
+            panic!("only a reply can ask to wait")
+        };
         assert!(reply.response.is_none() && reply.override_message_timeout.is_some());
     }
 
@@ -178,12 +224,20 @@ impl Run {
 
     /// Whatever came, the last messages of both sides and the route that is owed lead to an end.
     fn end(mut self) {
-        let message = |request| ProcessingRequest { request: Some(request), ..ProcessingRequest::default() };
+        let message = |request| ProcessingRequest {
+            request: Some(request),
+            ..ProcessingRequest::default()
+        };
         if self.watch.request_open() {
-            self.take(message(Request::RequestBody(proto::HttpBody { end_of_stream: true, ..Default::default() })));
+            self.take(message(Request::RequestBody(proto::HttpBody {
+                end_of_stream: true,
+                ..Default::default()
+            })));
         }
         if self.exchange.is_gathering() {
-            self.take(message(Request::RequestTrailers(proto::HttpTrailers::default())));
+            self.take(message(Request::RequestTrailers(
+                proto::HttpTrailers::default(),
+            )));
         }
         if self.exchange.is_routing() {
             let directions = Directions::from(Steer::PASSTHROUGH);
@@ -192,12 +246,21 @@ impl Run {
             self.note(effects);
         }
         self.watch.request_ended();
-        self.take(message(Request::ResponseTrailers(proto::HttpTrailers::default())));
+        self.take(message(Request::ResponseTrailers(
+            proto::HttpTrailers::default(),
+        )));
         assert_eq!(self.exchange.held(), 0, "bytes are held for nobody");
-        assert!(!self.exchange.is_routing() && !self.exchange.is_gathering() && !self.exchange.awaits_first_token());
+        assert!(
+            !self.exchange.is_routing()
+                && !self.exchange.is_gathering()
+                && !self.exchange.awaits_first_token()
+        );
         self.watch.ended();
-        for effects in [self.exchange.on_deadline(), self.exchange.on_first_token(), self.exchange.on_route(steered())]
-        {
+        for effects in [
+            self.exchange.on_deadline(),
+            self.exchange.on_first_token(),
+            self.exchange.on_route(steered()),
+        ] {
             assert!(effects.is_empty(), "something happens after the end");
         }
     }
@@ -205,15 +268,33 @@ impl Run {
 
 fn options(input: &mut Input<'_>) -> Options {
     let all = input.flag();
-    let answers = Answers { mode: all, worker: all, prediction: all, why: all };
-    let profiles = [Profile::WorkerId, Profile::Dynamo, Profile::GatewayApi, Profile::LlmD];
+    let answers = Answers {
+        mode: all,
+        worker: all,
+        prediction: all,
+        why: all,
+    };
+    let profiles = [
+        Profile::WorkerId,
+        Profile::Dynamo,
+        Profile::GatewayApi,
+        Profile::LlmD,
+    ];
     let count = input.below(5);
     Options {
         body_limit: input.below(64) << (input.byte() & 12),
         contract: Contract::new(&profiles[..count], &Names::default()),
         clear_route_cache: input.flag(),
-        assumed: warmroute::ext_proc::message::Modes { request: input.pick(&MODES), response: input.pick(&MODES) },
-        observe: input.pick(&[Observe::FirstToken, Observe::Off, Observe::Usage, Observe::Sampled(0.5)]),
+        assumed: warmroute::ext_proc::message::Modes {
+            request: input.pick(&MODES),
+            response: input.pick(&MODES),
+        },
+        observe: input.pick(&[
+            Observe::FirstToken,
+            Observe::Off,
+            Observe::Usage,
+            Observe::Sampled(0.5),
+        ]),
         output_blocks: input.rarely(),
         conformance: input.rarely(),
         answers,
@@ -235,13 +316,24 @@ fn http_headers(pairs: &[(&str, &str)], end_of_stream: bool) -> proto::HttpHeade
         raw_value: value.as_bytes().to_vec(),
         ..HeaderValue::default()
     };
-    let headers = Some(HeaderMap { headers: pairs.iter().map(header).collect() });
-    proto::HttpHeaders { headers, end_of_stream, ..proto::HttpHeaders::default() }
+    let headers = Some(HeaderMap {
+        headers: pairs.iter().map(header).collect(),
+    });
+    proto::HttpHeaders {
+        headers,
+        end_of_stream,
+        ..proto::HttpHeaders::default()
+    }
 }
 
 fn request_headers(input: &mut Input<'_>) -> Request {
     let mut pairs = vec![(":method", "POST"), (":path", input.pick(&PATHS))];
-    for forged in [headers::WORKER_ID, headers::ENDPOINT, headers::MODE, "X-Dp-Rank"] {
+    for forged in [
+        headers::WORKER_ID,
+        headers::ENDPOINT,
+        headers::MODE,
+        "X-Dp-Rank",
+    ] {
         if input.rarely() {
             pairs.push((forged, "1"));
         }
@@ -258,13 +350,20 @@ fn request_headers(input: &mut Input<'_>) -> Request {
 fn response_headers(input: &mut Input<'_>) -> Request {
     let status = input.pick(&["200", "200", "200", "503", "404", "x"]);
     let kind = input.pick(&["text/event-stream", "application/json"]);
-    Request::ResponseHeaders(http_headers(&[(":status", status), ("content-type", kind)], input.below(8) == 7))
+    Request::ResponseHeaders(http_headers(
+        &[(":status", status), ("content-type", kind)],
+        input.below(8) == 7,
+    ))
 }
 
 fn body(input: &mut Input<'_>) -> proto::HttpBody {
     let (how, chunk) = (input.byte(), input.chunk());
     // More than goes back in one piece, without an input of that size.
-    let body = if how >> 3 == 31 { chunk.repeat(70_000 / chunk.len().max(1)) } else { chunk.to_vec() };
+    let body = if how >> 3 == 31 {
+        chunk.repeat(70_000 / chunk.len().max(1))
+    } else {
+        chunk.to_vec()
+    };
     proto::HttpBody {
         body,
         end_of_stream: how & 7 == 7,
@@ -274,32 +373,65 @@ fn body(input: &mut Input<'_>) -> proto::HttpBody {
 }
 
 fn metadata(input: &mut Input<'_>) -> Metadata {
-    let text = |text: &str| Value { kind: Some(Kind::StringValue(text.to_owned())) };
-    let names = ["10.0.0.1:8000", "10.0.0.2:8000,10.0.0.3:8000", "", "nonsense", "[::1]:1"];
-    let list = |values| Value { kind: Some(Kind::ListValue(envoy_types::pb::google::protobuf::ListValue { values })) };
+    let text = |text: &str| Value {
+        kind: Some(Kind::StringValue(text.to_owned())),
+    };
+    let names = [
+        "10.0.0.1:8000",
+        "10.0.0.2:8000,10.0.0.3:8000",
+        "",
+        "nonsense",
+        "[::1]:1",
+    ];
+    let list = |values| Value {
+        kind: Some(Kind::ListValue(
+            envoy_types::pb::google::protobuf::ListValue { values },
+        )),
+    };
     let value = match input.below(4) {
-        0 => list((0..input.below(4)).map(|_| text(input.pick(&names))).collect()),
-        1 => Value { kind: Some(Kind::BoolValue(true)) },
+        0 => list(
+            (0..input.below(4))
+                .map(|_| text(input.pick(&names)))
+                .collect(),
+        ),
+        1 => Value {
+            kind: Some(Kind::BoolValue(true)),
+        },
         2 => Value { kind: None },
         _ => text(input.pick(&names)),
     };
     let (namespace, key) = input.pick(&[
-        ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"),
+        (
+            "envoy.lb.subset_hint",
+            "x-gateway-destination-endpoint-subset",
+        ),
         ("envoy.lb", "x-gateway-destination-endpoint-served"),
         ("warmroute", "exchange"),
         ("other", "key"),
     ]);
-    let fields = Struct { fields: [(key.to_owned(), value)].into() };
-    Metadata { filter_metadata: [(namespace.to_owned(), fields)].into(), ..Metadata::default() }
+    let fields = Struct {
+        fields: [(key.to_owned(), value)].into(),
+    };
+    Metadata {
+        filter_metadata: [(namespace.to_owned(), fields)].into(),
+        ..Metadata::default()
+    }
 }
 
 fn steered() -> Steer {
     let to = Destination {
-        rank: WorkerRank { worker: WorkerId(u64::MAX), rank: DpRank(3) },
+        rank: WorkerRank {
+            worker: WorkerId(u64::MAX),
+            rank: DpRank(3),
+        },
         endpoint: "10.0.0.1:8000".parse().expect("an address"),
         several_ranks: true,
     };
-    Steer { to: Some(to), mode: Mode::Exact, ..Steer::PASSTHROUGH }
+    Steer {
+        to: Some(to),
+        mode: Mode::Exact,
+        ..Steer::PASSTHROUGH
+    }
 }
 
 fn steer(input: &mut Input<'_>) -> Steer {
@@ -316,5 +448,10 @@ fn steer(input: &mut Input<'_>) -> Steer {
 }
 
 fn refusal() -> Immediate {
-    Immediate { status: 429, headers: vec![("retry-after", "2".to_owned())], body: b"{}".to_vec(), details: "test" }
+    Immediate {
+        status: 429,
+        headers: vec![("retry-after", "2".to_owned())],
+        body: b"{}".to_vec(),
+        details: "test",
+    }
 }

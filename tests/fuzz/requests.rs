@@ -75,20 +75,32 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
         media: Default::default(),
         encoder: None,
     };
-    models.add(model("m", Windows::Plain), &["alias".into()], &["tuned".into()]);
+    models.add(
+        model("m", Windows::Plain),
+        &["alias".into()],
+        &["tuned".into()],
+    );
     if named {
         models.add(model("n", Windows::Plain), &[], &[]);
     }
     Intake::new(Parts {
         models,
         paths: Paths::default(),
-        clients: ClientsConfig { trusted, tenant_header: Some("x-tenant".to_owned()), ..ClientsConfig::default() },
+        clients: ClientsConfig {
+            trusted,
+            tenant_header: Some("x-tenant".to_owned()),
+            ..ClientsConfig::default()
+        },
         confine: Default::default(),
         rewrites: warmroute::intake::Rewrites::default(),
         rewrite_headers: Vec::new(),
         cluster: Default::default(),
         // Everything at once, on this thread.
-        limits: Limits { inline: usize::MAX, queue: 1, deadline: Duration::MAX },
+        limits: Limits {
+            inline: usize::MAX,
+            queue: 1,
+            deadline: Duration::MAX,
+        },
         tracking: TrackingHash::Public,
         sessions: Some(SessionSigns {
             headers: vec!["x-session".to_owned()],
@@ -104,33 +116,71 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
 
 /// Requests of every kind become questions.
 pub(crate) fn requests(bytes: &[u8]) {
-    static INTAKES: LazyLock<[Arc<Intake>; 4]> =
-        LazyLock::new(|| [intake(false, false), intake(true, false), intake(false, true), intake(true, true)]);
+    static INTAKES: LazyLock<[Arc<Intake>; 4]> = LazyLock::new(|| {
+        [
+            intake(false, false),
+            intake(true, false),
+            intake(false, true),
+            intake(true, true),
+        ]
+    });
     let mut input = Input::new(bytes);
     let intake = &INTAKES[input.below(4)];
-    let path = if input.rarely() { Cow::Owned(input.text()) } else { Cow::Borrowed(input.pick(&PATHS)) };
+    let path = if input.rarely() {
+        Cow::Owned(input.text())
+    } else {
+        Cow::Borrowed(input.pick(&PATHS))
+    };
     let shown = input.byte();
     let count = input.below(4);
-    let headers: Vec<(&str, String)> = (0..count).map(|_| (input.pick(&HEADERS), input.text())).collect();
+    let headers: Vec<(&str, String)> = (0..count)
+        .map(|_| (input.pick(&HEADERS), input.text()))
+        .collect();
     let body = Bytes::copy_from_slice(input.rest());
     let length = body.len();
     let body = match shown % 8 {
         0 => Body::Absent,
         1 => Body::Unseen,
         2 => Body::Streamed,
-        3 => Body::TooLarge { shown: body, bytes: (length as u64) << (shown >> 3) },
-        4 => Body::Cut { shown: body, length: None },
-        5 => Body::Cut { shown: body, length: Some((length as u64) << (shown >> 3)) },
+        3 => Body::TooLarge {
+            shown: body,
+            bytes: (length as u64) << (shown >> 3),
+        },
+        4 => Body::Cut {
+            shown: body,
+            length: None,
+        },
+        5 => Body::Cut {
+            shown: body,
+            length: Some((length as u64) << (shown >> 3)),
+        },
         _ => Body::Whole(body),
     };
     let taken = take(intake, &path, &headers, &body);
     check(&taken, length);
-    let timeless = |taken: Taken| format!("{:?}", Taken { times: Vec::new(), ..taken });
-    assert_eq!(timeless(take(intake, &path, &headers, &body)), timeless(taken), "read twice");
+    let timeless = |taken: Taken| {
+        format!(
+            "{:?}",
+            Taken {
+                times: Vec::new(),
+                ..taken
+            }
+        )
+    };
+    assert_eq!(
+        timeless(take(intake, &path, &headers, &body)),
+        timeless(taken),
+        "read twice"
+    );
 }
 
 fn take(intake: &Arc<Intake>, path: &str, headers: &[(&str, String)], body: &Body) -> Taken {
-    let header = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| Cow::Borrowed(&**value));
+    let header = |name: &str| {
+        headers
+            .iter()
+            .find(|(key, _)| *key == name)
+            .map(|(_, value)| Cow::Borrowed(&**value))
+    };
     let mut context = Context::from_waker(Waker::noop());
     match pin!(intake.take(path, &header, body)).poll(&mut context) {
         Poll::Ready(taken) => taken,
@@ -161,5 +211,11 @@ fn check(taken: &Taken, length: usize) {
     if let Some(what) = &taken.unreadable {
         assert!(!what.contains(CANARY), "`{what}` quotes the body");
     }
-    assert!(taken.session.as_ref().is_none_or(|session| !session.id.is_empty()), "a session without a name");
+    assert!(
+        taken
+            .session
+            .as_ref()
+            .is_none_or(|session| !session.id.is_empty()),
+        "a session without a name"
+    );
 }

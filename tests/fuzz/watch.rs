@@ -108,7 +108,10 @@ impl Watch {
                 0 => BodyMode::None,
                 _ => BodyMode::Grpc,
             };
-            self.modes = Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) };
+            self.modes = Modes {
+                request: mode(config.request_body_mode),
+                response: mode(config.response_body_mode),
+            };
         }
         let Some(request) = &wire.request else { return };
         *self.sent.entry(name_of(request)).or_default() += 1;
@@ -116,14 +119,26 @@ impl Watch {
         match request {
             Request::RequestHeaders(sent) => {
                 self.sensible &= self.request == Sent::Nothing;
-                self.request = if sent.end_of_stream { Sent::All } else { Sent::Headers };
+                self.request = if sent.end_of_stream {
+                    Sent::All
+                } else {
+                    Sent::Headers
+                };
                 let named = |name: &str| {
-                    sent.headers.iter().flat_map(|map| &map.headers).any(|header| header.key.eq_ignore_ascii_case(name))
+                    sent.headers
+                        .iter()
+                        .flat_map(|map| &map.headers)
+                        .any(|header| header.key.eq_ignore_ascii_case(name))
                 };
                 if self.sent[REQUEST_HEADERS] > 1 {
                     return;
                 }
-                let known = [headers::WORKER_ID, headers::ENDPOINT, headers::MODE, headers::DP_RANK];
+                let known = [
+                    headers::WORKER_ID,
+                    headers::ENDPOINT,
+                    headers::MODE,
+                    headers::DP_RANK,
+                ];
                 self.forged = known.into_iter().filter(|name| named(name)).collect();
                 self.told_length = named("content-length");
             }
@@ -148,9 +163,13 @@ impl Watch {
             }
             Request::ResponseTrailers(_) if self.answer.ended => {}
             Request::ResponseTrailers(_) => {
-                self.answer
-                    .due
-                    .extend(self.restorer.as_mut().filter(|_| self.answered).map(Restorer::finish).unwrap_or_default());
+                self.answer.due.extend(
+                    self.restorer
+                        .as_mut()
+                        .filter(|_| self.answered)
+                        .map(Restorer::finish)
+                        .unwrap_or_default(),
+                );
                 self.answer.ended = true;
             }
         }
@@ -183,15 +202,25 @@ impl Watch {
     }
 
     /// The answer to a route, before it is given.
-    pub(crate) fn routes(&mut self, directions: &Directions, whole: Option<&Bytes>, exchange: &Exchange) {
-        let (Some(edit), true) = (&directions.edit, exchange.is_routing()) else { return };
+    pub(crate) fn routes(
+        &mut self,
+        directions: &Directions,
+        whole: Option<&Bytes>,
+        exchange: &Exchange,
+    ) {
+        let (Some(edit), true) = (&directions.edit, exchange.is_routing()) else {
+            return;
+        };
         let replaced = whole.map_or(0, Bytes::len);
         // What came before the headers has gone back already.
         let from = self.upload.back.len();
         let to = (from + replaced).min(self.upload.due.len());
         self.upload.due.splice(from..to, edit.body.iter().copied());
         if !self.answered {
-            let restore = edit.restore.as_ref().filter(|_| self.modes.response != BodyMode::Grpc);
+            let restore = edit
+                .restore
+                .as_ref()
+                .filter(|_| self.modes.response != BodyMode::Grpc);
             self.restorer = restore.map(|names| Restorer::new(&names.served, &names.asked));
         }
     }
@@ -200,7 +229,9 @@ impl Watch {
     pub(crate) fn sees(&mut self, effect: Effect) {
         let finished = self.effects.contains_key("finished");
         let name = match effect {
-            Effect::Reply(reply) => return self.reply(reply.response.expect("only a wish to wait has no response")),
+            Effect::Reply(reply) => {
+                return self.reply(reply.response.expect("only a wish to wait has no response"));
+            }
             Effect::Route(_) => "route",
             Effect::Answered(_) => "answered",
             Effect::FirstToken { .. } => "first token",
@@ -232,7 +263,10 @@ impl Watch {
             }
             Response::ResponseTrailers(_) => RESPONSE_TRAILERS,
             Response::ImmediateResponse(_) => {
-                assert!(!std::mem::replace(&mut self.refused, true), "two answers of our own");
+                assert!(
+                    !std::mem::replace(&mut self.refused, true),
+                    "two answers of our own"
+                );
                 self.sensible = false;
                 return;
             }
@@ -244,14 +278,24 @@ impl Watch {
     fn request_headers(&mut self, common: proto::CommonResponse) {
         let changes = common.header_mutation.unwrap_or_default();
         for forged in &self.forged {
-            let set =
-                changes.set_headers.iter().filter_map(|option| option.header.as_ref()).any(|set| set.key == *forged);
+            let set = changes
+                .set_headers
+                .iter()
+                .filter_map(|option| option.header.as_ref())
+                .any(|set| set.key == *forged);
             let removed = changes.remove_headers.iter().any(|name| name == forged);
-            assert!(set != removed, "{forged} of a client: set {set}, removed {removed}");
+            assert!(
+                set != removed,
+                "{forged} of a client: set {set}, removed {removed}"
+            );
         }
-        let mut set = changes.set_headers.iter().filter_map(|option| option.header.as_ref());
+        let mut set = changes
+            .set_headers
+            .iter()
+            .filter_map(|option| option.header.as_ref());
         let length = set.find(|set| set.key == "content-length");
-        self.content_length = length.and_then(|set| std::str::from_utf8(&set.raw_value).ok()?.parse().ok());
+        self.content_length =
+            length.and_then(|set| std::str::from_utf8(&set.raw_value).ok()?.parse().ok());
     }
 
     /// Nothing is answered that was not sent, and nothing happens twice that can happen once.
@@ -263,9 +307,16 @@ impl Watch {
                 _ => (&self.answer, self.modes.response),
             };
             // In full duplex a body goes back in pieces of its own.
-            let pieces = if mode == BodyMode::FullDuplex { 2 + passed.due.len() / CHUNK } else { 0 };
+            let pieces = if mode == BodyMode::FullDuplex {
+                2 + passed.due.len() / CHUNK
+            } else {
+                0
+            };
             let most = if sent == 0 { 0 } else { sent + pieces };
-            assert!(self.remodelled || *replied <= most, "{replied} replies to {sent} {name}");
+            assert!(
+                self.remodelled || *replied <= most,
+                "{replied} replies to {sent} {name}"
+            );
         }
         for (name, times) in &self.effects {
             assert_eq!(*times, 1, "{name}");
@@ -275,17 +326,29 @@ impl Watch {
         }
         if self.modes.request == BodyMode::FullDuplex {
             let Passed { due, back, .. } = &self.upload;
-            assert!(due.starts_with(back), "the request goes on as something else");
+            assert!(
+                due.starts_with(back),
+                "the request goes on as something else"
+            );
         }
         if self.modes.response.is_sent_back() {
-            assert_eq!(self.answer.back, self.answer.due, "the answer goes on as something else");
+            assert_eq!(
+                self.answer.back, self.answer.due,
+                "the answer goes on as something else"
+            );
         }
-        assert!(self.upload.ends <= 1 && self.answer.ends <= 1, "two ends of a body");
+        assert!(
+            self.upload.ends <= 1 && self.answer.ends <= 1,
+            "two ends of a body"
+        );
     }
 
     /// Whether the request has begun and not ended.
     pub(crate) fn request_open(&self) -> bool {
-        let buffered = matches!(self.modes.request, BodyMode::Buffered | BodyMode::BufferedPartial);
+        let buffered = matches!(
+            self.modes.request,
+            BodyMode::Buffered | BodyMode::BufferedPartial
+        );
         match self.request {
             Sent::Headers => self.modes.request != BodyMode::None,
             Sent::Body => !buffered,
@@ -299,18 +362,41 @@ impl Watch {
             return;
         }
         let count = |of: &HashMap<&str, usize>, name| of.get(name).copied().unwrap_or(0);
-        assert_eq!(count(&self.replied, REQUEST_HEADERS), 1, "the request's headers wait for ever");
-        assert_eq!(count(&self.replied, REQUEST_TRAILERS), count(&self.sent, REQUEST_TRAILERS), "trailers");
+        assert_eq!(
+            count(&self.replied, REQUEST_HEADERS),
+            1,
+            "the request's headers wait for ever"
+        );
+        assert_eq!(
+            count(&self.replied, REQUEST_TRAILERS),
+            count(&self.sent, REQUEST_TRAILERS),
+            "trailers"
+        );
         if self.modes.request != BodyMode::FullDuplex {
-            assert_eq!(count(&self.replied, REQUEST_BODY), count(&self.sent, REQUEST_BODY), "bodies wait for ever");
+            assert_eq!(
+                count(&self.replied, REQUEST_BODY),
+                count(&self.sent, REQUEST_BODY),
+                "bodies wait for ever"
+            );
         }
         if !self.modes.request.is_sent_back() {
             return;
         }
-        assert_eq!(self.upload.back, self.upload.due, "a part of the request is lost");
-        assert_eq!(self.upload.ends, usize::from(self.ended_by_body), "the end of the request");
+        assert_eq!(
+            self.upload.back, self.upload.due,
+            "a part of the request is lost"
+        );
+        assert_eq!(
+            self.upload.ends,
+            usize::from(self.ended_by_body),
+            "the end of the request"
+        );
         if let Some(length) = self.content_length.filter(|_| !self.told_length) {
-            assert_eq!(length, self.upload.back.len() as u64, "the length that the engine is told");
+            assert_eq!(
+                length,
+                self.upload.back.len() as u64,
+                "the length that the engine is told"
+            );
         }
     }
 
@@ -322,13 +408,20 @@ impl Watch {
 
 impl Passed {
     fn takes(&mut self, reply: Option<proto::CommonResponse>, mode: BodyMode) {
-        match reply.and_then(|common| common.body_mutation).and_then(|body| body.mutation) {
+        match reply
+            .and_then(|common| common.body_mutation)
+            .and_then(|body| body.mutation)
+        {
             Some(Mutation::StreamedResponse(piece)) => {
-                assert!(mode.is_sent_back(), "pieces are for modes in which the body is sent back");
+                assert!(
+                    mode.is_sent_back(),
+                    "pieces are for modes in which the body is sent back"
+                );
                 assert!(piece.body.len() <= CHUNK || mode == BodyMode::Grpc);
                 assert_eq!(self.ends, 0, "a piece after the end");
                 self.back.extend_from_slice(&piece.body);
-                self.ends += usize::from(piece.end_of_stream || piece.end_of_stream_without_message);
+                self.ends +=
+                    usize::from(piece.end_of_stream || piece.end_of_stream_without_message);
             }
             Some(_) => assert!(!mode.is_sent_back(), "the body is sent back in pieces"),
             None => {}

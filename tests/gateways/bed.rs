@@ -38,16 +38,32 @@ impl GatewayTestbed {
     pub(crate) async fn engines(gateway: GatewayFixture, specs: &[EngineSpec]) -> Self {
         let deployment = Deployment::engines(specs).await;
         deployment.write_workers().unwrap();
-        let workers = deployment.engines.iter().map(|engine| engine.address).collect();
-        Self { deployment, gateway, port: FreePort::find().unwrap().release(), workers }
+        let workers = deployment
+            .engines
+            .iter()
+            .map(|engine| engine.address)
+            .collect();
+        Self {
+            deployment,
+            gateway,
+            port: FreePort::find().unwrap().release(),
+            workers,
+        }
     }
 
     /// The same with workers of the test.
     pub(crate) async fn workers(gateway: GatewayFixture, workers: &[Bursts]) -> Self {
         let deployment = Deployment::engines(&[]).await;
-        deployment.write_worker_entries(&workers.iter().map(Bursts::entry).collect()).unwrap();
+        deployment
+            .write_worker_entries(&workers.iter().map(Bursts::entry).collect())
+            .unwrap();
         let workers = workers.iter().map(|worker| worker.address).collect();
-        Self { deployment, gateway, port: FreePort::find().unwrap().release(), workers }
+        Self {
+            deployment,
+            gateway,
+            port: FreePort::find().unwrap().release(),
+            workers,
+        }
     }
 
     /// warmroute's configuration as the ConfigMap has it, with responses that show every decision.
@@ -62,7 +78,12 @@ impl GatewayTestbed {
     }
 
     /// Divides the workers between the cluster of the first pool and that of a second one, whose calls go to the same warmroute.
-    pub(crate) fn place_second_pool(&mut self, config: &mut GeneratedConfig, picker: &str, workers: &str) {
+    pub(crate) fn place_second_pool(
+        &mut self,
+        config: &mut GeneratedConfig,
+        picker: &str,
+        workers: &str,
+    ) {
         let second = self.workers.split_off(self.workers.len() / 2);
         config.set_endpoints(picker, &[local(self.port)]);
         if config.cluster(workers)["type"] == "STATIC" {
@@ -86,7 +107,11 @@ impl GatewayTestbed {
     }
 
     /// Starts Envoy with other endpoints of warmroute's cluster.
-    pub(crate) async fn start_envoy_with(&mut self, mut config: GeneratedConfig, pickers: &[SocketAddr]) {
+    pub(crate) async fn start_envoy_with(
+        &mut self,
+        mut config: GeneratedConfig,
+        pickers: &[SocketAddr],
+    ) {
         let place = self.deployment.standalone();
         config.set_ports(place.port, place.admin_port);
         config.set_endpoints(self.gateway.picker, pickers);
@@ -94,6 +119,9 @@ impl GatewayTestbed {
         if config.cluster(self.gateway.workers)["type"] == "STATIC" {
             config.set_endpoints(self.gateway.workers, &self.workers);
         }
-        self.deployment.start_envoy(&config.0.to_string()).await.unwrap();
+        self.deployment
+            .start_envoy(&config.0.to_string())
+            .await
+            .unwrap();
     }
 }

@@ -5,7 +5,9 @@ use serde_json::{Value, json};
 
 use crate::bed::GatewayTestbed;
 use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_BUFFERED};
+use crate::generated::{
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_BUFFERED,
+};
 
 const TOPICS: usize = 6;
 /// Bytes of a long prompt.
@@ -24,8 +26,15 @@ fn long(topic: usize) -> String {
 }
 
 async fn send(deployment: &Deployment, client: &Client, body: &Value) -> Answered {
-    let answered =
-        Answered::read(client.post(deployment.url("/v1/chat/completions")).json(body).send().await.unwrap()).await;
+    let answered = Answered::read(
+        client
+            .post(deployment.url("/v1/chat/completions"))
+            .json(body)
+            .send()
+            .await
+            .unwrap(),
+    )
+    .await;
     answered.assert_exact();
     answered
 }
@@ -37,7 +46,11 @@ async fn assert_exact_twice(deployment: &Deployment, clients: &[Client; 2], prom
     let second = send(deployment, &clients[1], &streamed(chat(prompt))).await;
     assert_eq!(first.engine(), second.engine(), "the conversation moved");
     for answered in [&first, &second] {
-        assert_eq!(answered.predicted(), Some(answered.cached_tokens()), "{answered:?}");
+        assert_eq!(
+            answered.predicted(),
+            Some(answered.cached_tokens()),
+            "{answered:?}"
+        );
     }
     assert!(second.cached_tokens() > 100, "{second:?}");
     deployment.settle().await;
@@ -45,7 +58,10 @@ async fn assert_exact_twice(deployment: &Deployment, clients: &[Client; 2], prom
 
 pub(crate) async fn assert_chats_routed(deployment: &Deployment) {
     let client = || warmroute::tls::client().timeout(PATIENCE);
-    let clients = [client().http1_only().build().unwrap(), client().http2_prior_knowledge().build().unwrap()];
+    let clients = [
+        client().http1_only().build().unwrap(),
+        client().http2_prior_knowledge().build().unwrap(),
+    ];
     for topic in 0..TOPICS {
         assert_exact_twice(deployment, &clients, &essay(topic)).await;
     }
@@ -54,8 +70,18 @@ pub(crate) async fn assert_chats_routed(deployment: &Deployment) {
     }
     deployment.idle().await;
     let page = deployment.metrics().await;
-    assert_eq!(page.sum("exchanges_total", &[]), 2.0 * (TOPICS + 2) as f64, "{}", page.text());
-    assert_eq!(page.sum("served_elsewhere_total", &[]), 0.0, "{}", page.text());
+    assert_eq!(
+        page.sum("exchanges_total", &[]),
+        2.0 * (TOPICS + 2) as f64,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("served_elsewhere_total", &[]),
+        0.0,
+        "{}",
+        page.text()
+    );
     assert_eq!(page.sum("http2_errors_total", &[]), 0.0, "{}", page.text());
 }
 

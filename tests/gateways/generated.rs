@@ -28,21 +28,36 @@ pub(crate) const ISTIO_AS_GENERATED: GatewayFixture = GatewayFixture {
     file: "istio-as-generated",
     picker: "outbound|9002||warmroute.inference.svc.cluster.local",
     workers: "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local",
-    manifests: &["gateway-api/warmroute-config.yaml", "gateway-api/pool.yaml", "gateway-api/istio.yaml"],
+    manifests: &[
+        "gateway-api/warmroute-config.yaml",
+        "gateway-api/pool.yaml",
+        "gateway-api/istio.yaml",
+    ],
 };
 /// With an EnvoyFilter that sets the authority.
-pub(crate) const ISTIO: GatewayFixture = GatewayFixture { file: "istio", ..ISTIO_AS_GENERATED };
+pub(crate) const ISTIO: GatewayFixture = GatewayFixture {
+    file: "istio",
+    ..ISTIO_AS_GENERATED
+};
 /// With an EnvoyFilter that buffers request bodies.
 pub(crate) const ISTIO_BUFFERED: GatewayFixture = GatewayFixture {
     file: "istio-buffered",
-    manifests: &["gateway-api/pool.yaml", "gateway-api/istio.yaml", "gateway-api/istio-buffered.yaml"],
+    manifests: &[
+        "gateway-api/pool.yaml",
+        "gateway-api/istio.yaml",
+        "gateway-api/istio-buffered.yaml",
+    ],
     ..ISTIO_AS_GENERATED
 };
 pub(crate) const ENVOY_AI_GATEWAY: GatewayFixture = GatewayFixture {
     file: "envoy-ai-gateway",
     picker: "envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc",
     workers: ROUTE,
-    manifests: &["gateway-api/warmroute-config.yaml", "gateway-api/pool.yaml", "gateway-api/envoy-ai-gateway.yaml"],
+    manifests: &[
+        "gateway-api/warmroute-config.yaml",
+        "gateway-api/pool.yaml",
+        "gateway-api/envoy-ai-gateway.yaml",
+    ],
 };
 pub(crate) const ENVOY_GATEWAY: GatewayFixture = GatewayFixture {
     file: "envoy-gateway",
@@ -53,8 +68,13 @@ pub(crate) const ENVOY_GATEWAY: GatewayFixture = GatewayFixture {
 
 impl GatewayFixture {
     pub(crate) fn generated(self) -> GeneratedConfig {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/gateways").join(self.file);
-        GeneratedConfig(serde_saphyr::from_str(&fs::read_to_string(file.with_extension("yaml")).unwrap()).unwrap())
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/data/gateways")
+            .join(self.file);
+        GeneratedConfig(
+            serde_saphyr::from_str(&fs::read_to_string(file.with_extension("yaml")).unwrap())
+                .unwrap(),
+        )
     }
 
     pub(crate) fn set(self) -> Set {
@@ -64,7 +84,8 @@ impl GatewayFixture {
     /// The gateway settings of the ConfigMap.
     pub(crate) fn warmroute(self) -> Value {
         let set = self.set();
-        let config: Value = serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
+        let config: Value =
+            serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
         json!({
             "listen": {"tls": config["listen"]["tls"]},
             "gateway": config["gateway"],
@@ -87,11 +108,16 @@ pub(crate) fn local(port: u16) -> SocketAddr {
 
 impl GeneratedConfig {
     pub(crate) fn clusters(&mut self) -> impl Iterator<Item = &mut Value> {
-        self.0["static_resources"]["clusters"].as_array_mut().unwrap().iter_mut()
+        self.0["static_resources"]["clusters"]
+            .as_array_mut()
+            .unwrap()
+            .iter_mut()
     }
 
     pub(crate) fn cluster(&mut self, name: &str) -> &mut Value {
-        self.clusters().find(|cluster| cluster["name"] == name).unwrap_or_else(|| panic!("no cluster {name}"))
+        self.clusters()
+            .find(|cluster| cluster["name"] == name)
+            .unwrap_or_else(|| panic!("no cluster {name}"))
     }
 
     /// The HTTP connection manager of the only listener.
@@ -107,7 +133,10 @@ impl GeneratedConfig {
 
     /// An HTTP filter whose name begins so.
     pub(crate) fn filter(&mut self, name: &str) -> &mut Value {
-        let mut filters = self.manager()["http_filters"].as_array_mut().unwrap().iter_mut();
+        let mut filters = self.manager()["http_filters"]
+            .as_array_mut()
+            .unwrap()
+            .iter_mut();
         let found = filters.find(|filter| filter["name"].as_str().unwrap().starts_with(name));
         &mut found.unwrap_or_else(|| panic!("no filter {name}"))["typed_config"]
     }
@@ -117,7 +146,10 @@ impl GeneratedConfig {
     }
 
     pub(crate) fn routes(&mut self) -> impl Iterator<Item = &mut Value> {
-        self.manager()["route_config"]["virtual_hosts"][0]["routes"].as_array_mut().unwrap().iter_mut()
+        self.manager()["route_config"]["virtual_hosts"][0]["routes"]
+            .as_array_mut()
+            .unwrap()
+            .iter_mut()
     }
 
     /// What clients connect to, and Envoy's admin page.
@@ -128,7 +160,8 @@ impl GeneratedConfig {
 
     /// Replaces the addresses of a cluster. Everything else that the first generated endpoint says stays.
     pub(crate) fn set_endpoints(&mut self, cluster: &str, addresses: &[SocketAddr]) {
-        let endpoints = &mut self.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"];
+        let endpoints =
+            &mut self.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"];
         let template = endpoints[0].clone();
         let endpoint = |address: &SocketAddr| {
             let mut endpoint = template.clone();

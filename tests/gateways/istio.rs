@@ -14,10 +14,19 @@ use crate::generated::{ISTIO_AS_GENERATED, ISTIO_BUFFERED};
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_routes_chats_in_plaintext() {
     let mut config = ISTIO_AS_GENERATED.generated();
-    config.cluster(ISTIO_AS_GENERATED.picker).as_object_mut().unwrap().remove("transport_socket").unwrap();
+    config
+        .cluster(ISTIO_AS_GENERATED.picker)
+        .as_object_mut()
+        .unwrap()
+        .remove("transport_socket")
+        .unwrap();
     let mut bed = GatewayTestbed::engines(ISTIO_AS_GENERATED, &[1, 2, 3, 4].map(fast)).await;
     let mut warmroute = bed.warmroute();
-    warmroute["listen"].as_object_mut().unwrap().remove("tls").unwrap();
+    warmroute["listen"]
+        .as_object_mut()
+        .unwrap()
+        .remove("tls")
+        .unwrap();
     bed.start_router(&warmroute).await.unwrap();
     bed.start_envoy(config).await;
     assert_chats_routed(&bed).await;
@@ -39,7 +48,9 @@ async fn istio_cors_rule_is_routed_only_when_buffered() {
     for (gateway, mode) in [(ISTIO_AS_GENERATED, ""), (ISTIO_BUFFERED, "exact")] {
         let mut config = ISTIO_AS_GENERATED.generated();
         let cors = json!({"@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy"});
-        config.routes().for_each(|route| route["typed_per_filter_config"] = json!({"envoy.filters.http.cors": cors}));
+        config.routes().for_each(|route| {
+            route["typed_per_filter_config"] = json!({"envoy.filters.http.cors": cors})
+        });
         let mut bed = GatewayTestbed::engines(gateway, &[fast(1)]).await;
         bed.start(gateway.render(config).patient()).await;
         let answered = bed.complete(&essay(1)).await;
@@ -56,7 +67,11 @@ async fn istio_buffered_passes_bodies_of_32_mib() {
     bed.start(ISTIO_BUFFERED.shipped()).await;
     for (megabytes, status) in [(12, 200), (31, 200), (33, 413)] {
         let body = chat(&"four".repeat(megabytes << 18));
-        assert_eq!(bed.post("/v1/chat/completions", &body).await.status(), status, "{megabytes} MiB");
+        assert_eq!(
+            bed.post("/v1/chat/completions", &body).await.status(),
+            status,
+            "{megabytes} MiB"
+        );
     }
 }
 
@@ -65,15 +80,29 @@ async fn refused_server_name_is_logged_with_its_fix() {
     let mut deployment = GatewayTestbed::engines(ISTIO_AS_GENERATED, &[fast(1)]).await;
     deployment.start(ISTIO_AS_GENERATED.generated()).await;
     for topic in 0..5 {
-        assert_eq!(deployment.complete(&essay(topic)).await.status, StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(
+            deployment.complete(&essay(topic)).await.status,
+            StatusCode::INTERNAL_SERVER_ERROR
+        );
     }
     let page = deployment.metrics().await;
-    let refused = page.sum("tls_handshake_errors_total", &[("listener", "ext_proc"), ("reason", "server_name")]);
+    let refused = page.sum(
+        "tls_handshake_errors_total",
+        &[("listener", "ext_proc"), ("reason", "server_name")],
+    );
     assert!(refused >= 1.0, "{}", page.text());
     let log = deployment.router_log();
-    let lines: Vec<_> = log.lines().filter(|line| line.contains("server_name") || line.contains("SNI")).collect();
+    let lines: Vec<_> = log
+        .lines()
+        .filter(|line| line.contains("server_name") || line.contains("SNI"))
+        .collect();
     assert_eq!(lines.len(), 1, "{log}");
-    for part in ["WARN", "127.0.0.1", "trafficPolicy.tls.sni", "DestinationRule"] {
+    for part in [
+        "WARN",
+        "127.0.0.1",
+        "trafficPolicy.tls.sni",
+        "DestinationRule",
+    ] {
         assert!(lines[0].contains(part), "{part}: {}", lines[0]);
     }
 }

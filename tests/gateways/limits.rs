@@ -11,7 +11,8 @@ use crate::bed::GatewayTestbed;
 use crate::bursts::{Bursts, EVENTS, PACED};
 use crate::deployment::{Answered, PATIENCE, chat, essay, fast};
 use crate::generated::{
-    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED,
+    ISTIO_BUFFERED,
 };
 use crate::support::ports::until;
 
@@ -21,19 +22,44 @@ const STREAMS: usize = 1300;
 /// The statuses of as many streams as are open at once.
 async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u16> {
     let files = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: files.maximum, maximum: files.maximum }).unwrap();
-    let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: files.maximum,
+            maximum: files.maximum,
+        },
+    )
+    .unwrap();
+    let workers = [
+        Bursts::start(1).await,
+        Bursts::start(2).await,
+        Bursts::start(3).await,
+    ];
     let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config).await;
     let send = async |at: usize| {
         let body = chat(&format!("{at}"));
         let request = bed.http.post(bed.url("/v1/chat/completions")).json(&body);
         // The headers come at once, the events when the test lets them go.
-        request.header(EVENTS, 3).header(PACED, 1).send().await.unwrap()
+        request
+            .header(EVENTS, 3)
+            .header(PACED, 1)
+            .send()
+            .await
+            .unwrap()
     };
-    let responses: Vec<_> = stream::iter(0..STREAMS).map(send).buffer_unordered(50).collect().await;
-    let statuses = responses.iter().map(|response| response.status().as_u16()).collect();
-    workers.iter().for_each(|worker| worker.go.add_permits(4 * STREAMS));
+    let responses: Vec<_> = stream::iter(0..STREAMS)
+        .map(send)
+        .buffer_unordered(50)
+        .collect()
+        .await;
+    let statuses = responses
+        .iter()
+        .map(|response| response.status().as_u16())
+        .collect();
+    workers
+        .iter()
+        .for_each(|worker| worker.go.add_permits(4 * STREAMS));
     for response in responses {
         response.bytes().await.unwrap();
     }
@@ -47,19 +73,31 @@ fn failed(statuses: &[u16]) -> usize {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_serves_1300_streams_at_once() {
-    assert_eq!(failed(&open_streams(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await), 0);
+    assert_eq!(
+        failed(&open_streams(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await),
+        0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_ai_gateway_serves_1300_streams_at_once() {
-    assert_eq!(failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped()).await), 0);
+    assert_eq!(
+        failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped()).await),
+        0
+    );
     // The limit that the manifests raise.
-    assert_eq!(failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.generated()).await), STREAMS - 1024);
+    assert_eq!(
+        failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.generated()).await),
+        STREAMS - 1024
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_gateway_serves_1300_streams_at_once() {
-    assert_eq!(failed(&open_streams(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped()).await), 0);
+    assert_eq!(
+        failed(&open_streams(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped()).await),
+        0
+    );
 }
 
 /// What `warmroute doctor` reports of Envoy, as level and check.
@@ -71,22 +109,47 @@ async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
     bed.start_envoy(gateway.shipped()).await;
     let mut doctor = Command::new(env!("CARGO_BIN_EXE_warmroute"));
     doctor
-        .args(["doctor", "--json", "--no-canary", "--patience", "1s", "--config"])
+        .args([
+            "doctor",
+            "--json",
+            "--no-canary",
+            "--patience",
+            "1s",
+            "--config",
+        ])
         .arg(bed.run_dir.join("warmroute.yaml"));
     doctor.args(["--envoy-admin", &bed.standalone().admin_url("")]);
-    let output = tokio::task::spawn_blocking(move || doctor.output().unwrap()).await.unwrap();
-    let findings: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let output = tokio::task::spawn_blocking(move || doctor.output().unwrap())
+        .await
+        .unwrap();
+    let findings: Value =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
     let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
-    let findings = findings["findings"].as_array().unwrap_or_else(|| panic!("{findings}")).iter();
-    findings.map(|finding| (text(finding, "level"), text(finding, "check"))).collect()
+    let findings = findings["findings"]
+        .as_array()
+        .unwrap_or_else(|| panic!("{findings}"))
+        .iter();
+    findings
+        .map(|finding| (text(finding, "level"), text(finding, "check")))
+        .collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn doctor_finds_no_fault_in_shipped_manifests() {
-    for gateway in [ISTIO_AS_GENERATED, ISTIO_BUFFERED, ENVOY_AI_GATEWAY, ENVOY_GATEWAY] {
+    for gateway in [
+        ISTIO_AS_GENERATED,
+        ISTIO_BUFFERED,
+        ENVOY_AI_GATEWAY,
+        ENVOY_GATEWAY,
+    ] {
         let mut found = findings(gateway).await;
-        assert!(found.iter().any(|(_, check)| check.starts_with("envoy.")), "{found:?}");
-        found.retain(|(level, check)| check.starts_with("envoy.") && (level == "error" || level == "warning"));
+        assert!(
+            found.iter().any(|(_, check)| check.starts_with("envoy.")),
+            "{found:?}"
+        );
+        found.retain(|(level, check)| {
+            check.starts_with("envoy.") && (level == "error" || level == "warning")
+        });
         assert_eq!(found, [], "{}", gateway.file);
     }
 }
@@ -97,14 +160,22 @@ async fn overloaded_engines_stay(gateway: GatewayFixture) {
     let mut bed = GatewayTestbed::engines(gateway, &refusing).await;
     bed.start(gateway.shipped()).await;
     for topic in 0..12 {
-        let answered = Answered::read(bed.post("/v1/chat/completions", &chat(&essay(topic))).await).await;
+        let answered =
+            Answered::read(bed.post("/v1/chat/completions", &chat(&essay(topic))).await).await;
         assert_eq!(answered.status, 503, "{answered:?}");
-        assert!(!answered.header("x-envoy-upstream-service-time").is_empty(), "{answered:?}");
+        assert!(
+            !answered.header("x-envoy-upstream-service-time").is_empty(),
+            "{answered:?}"
+        );
     }
     bed.idle().await;
     let page = bed.metrics().await;
     assert_eq!(page.sum("workers_out", &[]), 0.0, "{}", page.text());
-    assert!(!bed.router_log().contains("TakenOut"), "{}", bed.router_log());
+    assert!(
+        !bed.router_log().contains("TakenOut"),
+        "{}",
+        bed.router_log()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -143,7 +214,11 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
         }
     }
     let page = bed.metrics().await;
-    assert!(page.sum("chosen_not_reached_total", &[("worker_id", "2")]) > 0.0, "{}", page.text());
+    assert!(
+        page.sum("chosen_not_reached_total", &[("worker_id", "2")]) > 0.0,
+        "{}",
+        page.text()
+    );
     // Back again, and in use.
     let (programs, run_dir) = (bed.programs.clone(), bed.run_dir.clone());
     bed.engines[1].restart(&programs, &run_dir).await.unwrap();

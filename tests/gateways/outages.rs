@@ -9,7 +9,8 @@ use crate::bed::GatewayTestbed;
 use crate::bursts::{Bursts, EVENTS, PACED, begin, is_whole};
 use crate::deployment::{PATIENCE, chat, essay};
 use crate::generated::{
-    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED,
+    ISTIO_BUFFERED,
 };
 use crate::support::ports::until;
 
@@ -43,11 +44,22 @@ const FAIL_OPEN: ExpectedOutage = ExpectedOutage {
     frozen: FreezeEffect::End(Duration::from_secs(8)),
     survives: false,
 };
-const FAIL_CLOSE: ExpectedOutage =
-    ExpectedOutage { killed: &[500], absent: 500, frozen: FreezeEffect::End(Duration::from_secs(8)), survives: false };
-const BUFFERED: ExpectedOutage =
-    ExpectedOutage { killed: &[200], absent: 200, frozen: FreezeEffect::End(Duration::from_secs(4)), survives: true };
-const AI_GATEWAY: ExpectedOutage = ExpectedOutage { frozen: FreezeEffect::Wait, ..FAIL_CLOSE };
+const FAIL_CLOSE: ExpectedOutage = ExpectedOutage {
+    killed: &[500],
+    absent: 500,
+    frozen: FreezeEffect::End(Duration::from_secs(8)),
+    survives: false,
+};
+const BUFFERED: ExpectedOutage = ExpectedOutage {
+    killed: &[200],
+    absent: 200,
+    frozen: FreezeEffect::End(Duration::from_secs(4)),
+    survives: true,
+};
+const AI_GATEWAY: ExpectedOutage = ExpectedOutage {
+    frozen: FreezeEffect::Wait,
+    ..FAIL_CLOSE
+};
 
 /// The outcome of a request.
 #[derive(Debug)]
@@ -59,7 +71,9 @@ struct ClientReply {
 }
 
 fn request(bed: &GatewayTestbed, topic: usize) -> RequestBuilder {
-    bed.http.post(bed.url("/v1/chat/completions")).json(&chat(&essay(topic)))
+    bed.http
+        .post(bed.url("/v1/chat/completions"))
+        .json(&chat(&essay(topic)))
 }
 
 /// Sends requests at a rate of ten per second, each without waiting for the others.
@@ -70,9 +84,16 @@ fn send_all(bed: &GatewayTestbed, count: usize) -> Vec<tokio::task::JoinHandle<C
             tokio::time::sleep(at as u32 * SECOND / 10).await;
             let sent = Instant::now();
             let response = request.send().await.unwrap();
-            let (status, routed) = (response.status().as_u16(), response.headers().contains_key("x-warmroute-mode"));
+            let (status, routed) = (
+                response.status().as_u16(),
+                response.headers().contains_key("x-warmroute-mode"),
+            );
             response.bytes().await.unwrap();
-            ClientReply { status, routed, took: sent.elapsed() }
+            ClientReply {
+                status,
+                routed,
+                took: sent.elapsed(),
+            }
         })
     };
     (0..count).map(send).collect()
@@ -98,14 +119,21 @@ fn paced(bed: &GatewayTestbed) -> RequestBuilder {
 
 fn assert_unrouted(replies: &[ClientReply], statuses: &[u16], what: &str) {
     for reply in replies {
-        assert!(statuses.contains(&reply.status) && !reply.routed, "{what}: {reply:?}");
+        assert!(
+            statuses.contains(&reply.status) && !reply.routed,
+            "{what}: {reply:?}"
+        );
     }
 }
 
 async fn killed(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedOutage) {
     let open = begin(paced(bed), workers).await;
     bed.kill9_router();
-    assert_eq!(is_whole(open, workers).await, promise.survives, "a response under way at the kill");
+    assert_eq!(
+        is_whole(open, workers).await,
+        promise.survives,
+        "a response under way at the kill"
+    );
     let replies = all(send_all(bed, 30)).await;
     assert_unrouted(&replies, promise.killed, "killed");
     let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
@@ -113,9 +141,15 @@ async fn killed(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedO
     bed.start_warmroute().await;
     assert!(until(PATIENCE, async || is_routed(bed).await).await);
     let replies = all(send_all(bed, 10)).await;
-    assert!(replies.iter().all(|reply| reply.status == 200), "{replies:?}");
+    assert!(
+        replies.iter().all(|reply| reply.status == 200),
+        "{replies:?}"
+    );
     // A busy machine may exceed message_timeout now and then.
-    assert!(replies.iter().filter(|reply| reply.routed).count() > 5, "{replies:?}");
+    assert!(
+        replies.iter().filter(|reply| reply.routed).count() > 5,
+        "{replies:?}"
+    );
 }
 
 async fn frozen(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedOutage) {
@@ -125,19 +159,32 @@ async fn frozen(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedO
     match promise.frozen {
         FreezeEffect::Wait => {
             tokio::time::sleep(6 * SECOND).await;
-            assert!(sent.iter().all(|reply| !reply.is_finished()), "a request ended while warmroute was frozen");
+            assert!(
+                sent.iter().all(|reply| !reply.is_finished()),
+                "a request ended while warmroute was frozen"
+            );
             bed.router().unwrap().thaw();
             for reply in all(sent).await {
-                assert!(reply.status == 200 && reply.routed && reply.took > 2 * SECOND, "{reply:?}");
+                assert!(
+                    reply.status == 200 && reply.routed && reply.took > 2 * SECOND,
+                    "{reply:?}"
+                );
             }
-            assert!(is_whole(open, workers).await, "a response under way while warmroute was frozen");
+            assert!(
+                is_whole(open, workers).await,
+                "a response under way while warmroute was frozen"
+            );
         }
         FreezeEffect::End(within) => {
             let replies = all(sent).await;
             assert_unrouted(&replies, promise.killed, "frozen");
             let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
             assert!(slowest < within, "{replies:?}");
-            assert_eq!(is_whole(open, workers).await, promise.survives, "a response under way at the freeze");
+            assert_eq!(
+                is_whole(open, workers).await,
+                promise.survives,
+                "a response under way at the freeze"
+            );
             bed.router().unwrap().thaw();
         }
     }
@@ -151,7 +198,11 @@ async fn absent(bed: &mut GatewayTestbed, config: GeneratedConfig, promise: Expe
 }
 
 async fn keeps(gateway: GatewayFixture, config: GeneratedConfig, promise: ExpectedOutage) {
-    let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
+    let workers = [
+        Bursts::start(1).await,
+        Bursts::start(2).await,
+        Bursts::start(3).await,
+    ];
     let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config.clone()).await;
     assert!(until(PATIENCE, async || is_routed(&bed).await).await);

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use crate::bed::GatewayTestbed;
 use crate::deployment::{Answered, chat, essay, fast};
 use crate::generated::{
-    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED,
+    ISTIO_BUFFERED,
 };
 use crate::set::Set;
 
@@ -38,7 +39,10 @@ fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
     let mut config = gateway.shipped().patient();
     for name in [gateway.picker, gateway.workers] {
         let copy = second(config.cluster(name));
-        config.0["static_resources"]["clusters"].as_array_mut().unwrap().push(copy);
+        config.0["static_resources"]["clusters"]
+            .as_array_mut()
+            .unwrap()
+            .push(copy);
     }
     let mut route = second(config.routes().next().unwrap());
     route["match"]["headers"] = json!([{"name": "x-tier", "string_match": {"exact": "batch"}}]);
@@ -54,16 +58,27 @@ fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
             "disabled": true,
         });
         route["typed_per_filter_config"][&name] = disabled.clone();
-        config.routes().for_each(|first| first["typed_per_filter_config"][second_name(&name)] = disabled.clone());
+        config.routes().for_each(|first| {
+            first["typed_per_filter_config"][second_name(&name)] = disabled.clone()
+        });
     }
-    let routes = config.manager()["route_config"]["virtual_hosts"][0]["routes"].as_array_mut().unwrap();
+    let routes = config.manager()["route_config"]["virtual_hosts"][0]["routes"]
+        .as_array_mut()
+        .unwrap();
     routes.insert(0, route);
     config
 }
 
 /// The pool that serves a prompt for a pool.
-async fn serving_pool(bed: &GatewayTestbed, client: &Client, prompt: &str, pool: usize) -> (usize, Answered) {
-    let mut request = client.post(bed.url("/v1/chat/completions")).json(&chat(prompt));
+async fn serving_pool(
+    bed: &GatewayTestbed,
+    client: &Client,
+    prompt: &str,
+    pool: usize,
+) -> (usize, Answered) {
+    let mut request = client
+        .post(bed.url("/v1/chat/completions"))
+        .json(&chat(prompt));
     if pool == 1 {
         request = request.header("x-tier", "batch");
     }
@@ -98,13 +113,22 @@ async fn pools_stay_apart(gateway: GatewayFixture) {
     warmroute["confine"] = shipped["confine"].clone();
     bed.start_router(&warmroute).await.unwrap();
     let mut config = with_second_pool(gateway);
-    bed.place_second_pool(&mut config, &second_name(gateway.picker), &second_name(gateway.workers));
+    bed.place_second_pool(
+        &mut config,
+        &second_name(gateway.picker),
+        &second_name(gateway.workers),
+    );
     bed.start_envoy(config).await;
     let client = bed.http.clone();
     assert_eq!(served_by_another(&bed, &client).await, 0);
     bed.idle().await;
     let page = bed.metrics().await;
-    assert_eq!(page.sum("served_elsewhere_total", &[]), 0.0, "{}", page.text());
+    assert_eq!(
+        page.sum("served_elsewhere_total", &[]),
+        0.0,
+        "{}",
+        page.text()
+    );
     // The same without `confine`.
     bed.start_warmroute().await;
     assert_ne!(served_by_another(&bed, &client).await, 0);

@@ -10,7 +10,11 @@ impl GatewayFixture {
     /// The configuration for the shipped manifests.
     pub(crate) fn shipped(self) -> GeneratedConfig {
         let istio = self.picker == ISTIO_AS_GENERATED.picker;
-        self.render(if istio { ISTIO_AS_GENERATED.generated() } else { self.generated() })
+        self.render(if istio {
+            ISTIO_AS_GENERATED.generated()
+        } else {
+            self.generated()
+        })
     }
 
     /// Changes a generated configuration as the control plane does for the shipped manifests.
@@ -21,12 +25,15 @@ impl GatewayFixture {
             match object["kind"].as_str().unwrap() {
                 "DestinationRule" => destination_rule(config.cluster(self.picker), spec),
                 "EnvoyFilter" => envoy_filter(&mut config, spec),
-                "EnvoyExtensionPolicy" => {
-                    cluster_settings(config.cluster(self.picker), &spec["extProc"][0]["backendSettings"])
-                }
+                "EnvoyExtensionPolicy" => cluster_settings(
+                    config.cluster(self.picker),
+                    &spec["extProc"][0]["backendSettings"],
+                ),
                 "BackendTrafficPolicy" => {
                     cluster_settings(config.cluster(self.workers), spec);
-                    config.routes().for_each(|route| retry(&mut route["route"], &spec["retry"]));
+                    config
+                        .routes()
+                        .for_each(|route| retry(&mut route["route"], &spec["retry"]));
                 }
                 "ClientTrafficPolicy" if spec["headers"]["enableEnvoyHeaders"] == true => {
                     config
@@ -35,7 +42,9 @@ impl GatewayFixture {
                         .unwrap()
                         .remove("suppress_envoy_headers");
                 }
-                "EnvoyProxy" if names_proxy(&set, &object["metadata"]["name"]) => bootstrap(&mut config, spec),
+                "EnvoyProxy" if names_proxy(&set, &object["metadata"]["name"]) => {
+                    bootstrap(&mut config, spec)
+                }
                 _ => {}
             }
         }
@@ -52,13 +61,26 @@ fn copy(target: &mut Value, field: &str, value: &Value) {
 
 fn destination_rule(cluster: &mut Value, spec: &Value) {
     let policy = &spec["trafficPolicy"];
-    copy(cluster, "connect_timeout", &policy["connectionPool"]["tcp"]["connectTimeout"]);
+    copy(
+        cluster,
+        "connect_timeout",
+        &policy["connectionPool"]["tcp"]["connectTimeout"],
+    );
     let limit = &policy["connectionPool"]["http"]["http2MaxRequests"];
-    cluster["circuit_breakers"]["thresholds"][0]["max_requests"] = limit.as_u64().unwrap_or(u32::MAX.into()).into();
+    cluster["circuit_breakers"]["thresholds"][0]["max_requests"] =
+        limit.as_u64().unwrap_or(u32::MAX.into()).into();
     if policy["tls"]["sni"].is_string() {
         cluster["transport_socket"]["typed_config"]["sni"] = policy["tls"]["sni"].clone();
-        let options = cluster["typed_extension_protocol_options"].as_object_mut().unwrap().values_mut().next().unwrap();
-        options.as_object_mut().unwrap().remove("upstream_http_protocol_options");
+        let options = cluster["typed_extension_protocol_options"]
+            .as_object_mut()
+            .unwrap()
+            .values_mut()
+            .next()
+            .unwrap();
+        options
+            .as_object_mut()
+            .unwrap()
+            .remove("upstream_http_protocol_options");
     }
 }
 
@@ -68,8 +90,17 @@ fn merge(target: &mut Value, patch: &Value) {
         (Value::Object(target), Value::Object(patch)) => {
             for (key, value) in patch {
                 let slot = target.entry(key).or_insert(Value::Null);
-                if ["typed_per_filter_config", "typed_extension_protocol_options"].contains(&key.as_str()) {
-                    value.as_object().unwrap().iter().for_each(|(name, any)| slot[name] = any.clone());
+                if [
+                    "typed_per_filter_config",
+                    "typed_extension_protocol_options",
+                ]
+                .contains(&key.as_str())
+                {
+                    value
+                        .as_object()
+                        .unwrap()
+                        .iter()
+                        .for_each(|(name, any)| slot[name] = any.clone());
                 } else {
                     merge(slot, value);
                 }
@@ -82,20 +113,32 @@ fn merge(target: &mut Value, patch: &Value) {
 
 fn envoy_filter(config: &mut GeneratedConfig, spec: &Value) {
     for patch in spec["configPatches"].as_array().unwrap() {
-        assert_eq!((&patch["match"]["context"], &patch["patch"]["operation"]), (&json!("GATEWAY"), &json!("MERGE")));
+        assert_eq!(
+            (&patch["match"]["context"], &patch["patch"]["operation"]),
+            (&json!("GATEWAY"), &json!("MERGE"))
+        );
         let value = &patch["patch"]["value"];
         let matches = &patch["match"];
         match patch["applyTo"].as_str().unwrap() {
-            "CLUSTER" => merge(config.cluster(matches["cluster"]["name"].as_str().unwrap()), value),
+            "CLUSTER" => merge(
+                config.cluster(matches["cluster"]["name"].as_str().unwrap()),
+                value,
+            ),
             "HTTP_ROUTE" => {
                 let name = &matches["routeConfiguration"]["vhost"]["route"]["name"];
-                let routes: Vec<_> = config.routes().filter(|route| route["name"] == *name).collect();
+                let routes: Vec<_> = config
+                    .routes()
+                    .filter(|route| route["name"] == *name)
+                    .collect();
                 assert!(!routes.is_empty(), "no route {name}");
                 routes.into_iter().for_each(|route| merge(route, value));
             }
             "HTTP_FILTER" => {
                 let name = &matches["listener"]["filterChain"]["filter"]["subFilter"]["name"];
-                merge(config.filter(name.as_str().unwrap()), &value["typed_config"]);
+                merge(
+                    config.filter(name.as_str().unwrap()),
+                    &value["typed_config"],
+                );
             }
             other => panic!("no such patch: {other}"),
         }
@@ -107,15 +150,35 @@ fn cluster_settings(cluster: &mut Value, settings: &Value) {
     let limits = &settings["circuitBreaker"];
     let threshold = &mut cluster["circuit_breakers"]["thresholds"][0];
     copy(threshold, "max_connections", &limits["maxConnections"]);
-    copy(threshold, "max_pending_requests", &limits["maxPendingRequests"]);
+    copy(
+        threshold,
+        "max_pending_requests",
+        &limits["maxPendingRequests"],
+    );
     copy(threshold, "max_requests", &limits["maxParallelRequests"]);
-    copy(cluster, "connect_timeout", &settings["timeout"]["tcp"]["connectTimeout"]);
+    copy(
+        cluster,
+        "connect_timeout",
+        &settings["timeout"]["tcp"]["connectTimeout"],
+    );
     if let Some(options) = cluster["typed_extension_protocol_options"].as_object_mut() {
         let http2 = &mut options.values_mut().next().unwrap()["explicit_http_config"]["http2_protocol_options"];
-        copy(http2, "connection_keepalive", &settings["http2"]["connectionKeepalive"]);
+        copy(
+            http2,
+            "connection_keepalive",
+            &settings["http2"]["connectionKeepalive"],
+        );
     }
-    copy(cluster, "dns_refresh_rate", &settings["dns"]["dnsRefreshRate"]);
-    copy(cluster, "respect_dns_ttl", &settings["dns"]["respectDnsTtl"]);
+    copy(
+        cluster,
+        "dns_refresh_rate",
+        &settings["dns"]["dnsRefreshRate"],
+    );
+    copy(
+        cluster,
+        "respect_dns_ttl",
+        &settings["dns"]["respectDnsTtl"],
+    );
     let check = &settings["healthCheck"]["active"];
     if check.is_object() {
         assert_eq!(check["type"], "GRPC");
@@ -135,9 +198,14 @@ fn retry(route: &mut Value, settings: &Value) {
     if settings.is_null() {
         return;
     }
-    let triggers: Vec<_> =
-        settings["retryOn"]["triggers"].as_array().unwrap().iter().map(|on| on.as_str().unwrap()).collect();
-    let previous = "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate";
+    let triggers: Vec<_> = settings["retryOn"]["triggers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|on| on.as_str().unwrap())
+        .collect();
+    let previous =
+        "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate";
     route["retry_policy"] = json!({
         "retry_on": triggers.join(","),
         "num_retries": settings["numRetries"],
@@ -149,12 +217,14 @@ fn retry(route: &mut Value, settings: &Value) {
 
 /// Whether the Gateway names this EnvoyProxy; no other has an effect.
 fn names_proxy(set: &Set, name: &Value) -> bool {
-    set.all("Gateway").any(|gateway| gateway["spec"]["infrastructure"]["parametersRef"]["name"] == *name)
+    set.all("Gateway")
+        .any(|gateway| gateway["spec"]["infrastructure"]["parametersRef"]["name"] == *name)
 }
 
 fn bootstrap(config: &mut GeneratedConfig, spec: &Value) {
     // As in the bootstrap of Envoy Gateway, which patches need to find.
-    config.0["layered_runtime"] = json!({"layers": [{"name": "global_config", "static_layer": {}}]});
+    config.0["layered_runtime"] =
+        json!({"layers": [{"name": "global_config", "static_layer": {}}]});
     for patch in spec["bootstrap"]["jsonPatches"].as_array().unwrap() {
         assert_eq!(patch["op"], "add");
         let (parent, key) = patch["path"].as_str().unwrap().rsplit_once('/').unwrap();
@@ -173,21 +243,47 @@ fn shipped_envoy_filters_render_as_istio_generates() {
     assert_eq!(shipped.ext_proc(), generated.ext_proc());
     let picker = ISTIO_BUFFERED.picker;
     for field in ["typed_extension_protocol_options", "connect_timeout"] {
-        assert_eq!(shipped.cluster(picker)[field], generated.cluster(picker)[field], "{field}");
+        assert_eq!(
+            shipped.cluster(picker)[field],
+            generated.cluster(picker)[field],
+            "{field}"
+        );
     }
     let filter = "/typed_per_filter_config/envoy.filters.http.ext_proc";
     let route = shipped.routes().next().unwrap();
-    assert_eq!(route["request_body_buffer_limit"].as_u64(), Some(33_554_432));
+    assert_eq!(
+        route["request_body_buffer_limit"].as_u64(),
+        Some(33_554_432)
+    );
     let mut own = route.pointer(filter).unwrap().clone();
     // The default, which pilot leaves out.
     assert_eq!(
-        own["overrides"]["processing_mode"].as_object_mut().unwrap().remove("response_body_mode"),
+        own["overrides"]["processing_mode"]
+            .as_object_mut()
+            .unwrap()
+            .remove("response_body_mode"),
         Some(json!("NONE"))
     );
-    let theirs = generated.routes().next().unwrap().pointer_mut(filter).unwrap();
-    let grpc = theirs["overrides"]["grpc_service"]["envoy_grpc"].as_object_mut().unwrap();
+    let theirs = generated
+        .routes()
+        .next()
+        .unwrap()
+        .pointer_mut(filter)
+        .unwrap();
+    let grpc = theirs["overrides"]["grpc_service"]["envoy_grpc"]
+        .as_object_mut()
+        .unwrap();
     assert!(grpc.remove("authority").is_some());
-    theirs["overrides"]["metadata_options"]["forwarding_namespaces"]["untyped"].as_array_mut().unwrap().truncate(1);
-    assert_eq!(theirs["overrides"].as_object_mut().unwrap().remove("response_attributes"), Some(attributes));
+    theirs["overrides"]["metadata_options"]["forwarding_namespaces"]["untyped"]
+        .as_array_mut()
+        .unwrap()
+        .truncate(1);
+    assert_eq!(
+        theirs["overrides"]
+            .as_object_mut()
+            .unwrap()
+            .remove("response_attributes"),
+        Some(attributes)
+    );
     assert_eq!(own, *theirs);
 }

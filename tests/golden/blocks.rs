@@ -70,16 +70,26 @@ fn hexes(texts: &[String]) -> Vec<u64> {
 fn by_block(tokens: usize, block_size: BlockSize, objects: &[Object]) -> Vec<Vec<Object>> {
     let prompt = objects.iter().map(|object| PromptObject {
         object: ObjectHash(object.mm_hash),
-        ranges: object.offsets.iter().map(|[start, end]| *start..*end).collect(),
+        ranges: object
+            .offsets
+            .iter()
+            .map(|[start, end]| *start..*end)
+            .collect(),
     });
     let cut = objects_by_block(tokens, block_size, &prompt.collect::<Vec<_>>());
     let shown = |block: Vec<BlockObject>| {
         block.into_iter().map(|entry| Object {
             mm_hash: entry.object.0,
-            offsets: entry.offsets.into_iter().map(|range| [range.start, range.end]).collect(),
+            offsets: entry
+                .offsets
+                .into_iter()
+                .map(|range| [range.start, range.end])
+                .collect(),
         })
     };
-    cut.into_iter().map(|block| shown(block).collect()).collect()
+    cut.into_iter()
+        .map(|block| shown(block).collect())
+        .collect()
 }
 
 /// Objects that mark these blocks and no other; none if a block is marked twice by one object, which no request does.
@@ -93,7 +103,10 @@ fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<Pr
             }
             match objects.iter_mut().find(|object| object.object.0 == hash) {
                 Some(object) => object.ranges.push(place.clone()),
-                None => objects.push(PromptObject { object: ObjectHash(hash), ranges: vec![place.clone()] }),
+                None => objects.push(PromptObject {
+                    object: ObjectHash(hash),
+                    ranges: vec![place.clone()],
+                }),
             }
         }
     }
@@ -103,9 +116,17 @@ fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<Pr
 /// The helper functions are called by what they are given.
 fn name(case: &Case) -> String {
     match case {
-        Case::BlockHash { description, .. } | Case::RequestMmToBlockMm { description, .. } => description.clone(),
-        Case::RawBytesHash { description, utf8, .. } => format!("{description}: {utf8:?}"),
-        Case::ChainStep { parent_sequence_hash, block_hash, .. } => format!("{parent_sequence_hash} then {block_hash}"),
+        Case::BlockHash { description, .. } | Case::RequestMmToBlockMm { description, .. } => {
+            description.clone()
+        }
+        Case::RawBytesHash {
+            description, utf8, ..
+        } => format!("{description}: {utf8:?}"),
+        Case::ChainStep {
+            parent_sequence_hash,
+            block_hash,
+            ..
+        } => format!("{parent_sequence_hash} then {block_hash}"),
         Case::MmIdentifierHash { identifier, .. } => format!("object hash of {identifier:?}"),
         Case::MmPadValue { mm_hash, .. } => format!("pad token of {mm_hash}"),
     }
@@ -117,8 +138,17 @@ pub(crate) fn run(text: &str) -> Report {
 
 fn check(case: Case) {
     match case {
-        Case::BlockHash { description, block_size: 0, local_hashes, .. } => {
-            assert_eq!((BlockSize::new(0), local_hashes.len()), (None, 0), "{description}");
+        Case::BlockHash {
+            description,
+            block_size: 0,
+            local_hashes,
+            ..
+        } => {
+            assert_eq!(
+                (BlockSize::new(0), local_hashes.len()),
+                (None, 0),
+                "{description}"
+            );
         }
         Case::BlockHash {
             description,
@@ -132,10 +162,20 @@ fn check(case: Case) {
             local_hashes,
             sequence_hashes,
         } => {
-            let salt = Salt { lora: lora_name, cache: cache_namespace };
-            let windows = if is_eagle == Some(true) { Windows::Eagle } else { Windows::Plain };
+            let salt = Salt {
+                lora: lora_name,
+                cache: cache_namespace,
+            };
+            let windows = if is_eagle == Some(true) {
+                Windows::Eagle
+            } else {
+                Windows::Plain
+            };
             let objects = block_mm_hashes.unwrap_or_default();
-            let objects: Vec<_> = objects.iter().map(|block| hexes(block.as_deref().unwrap_or(&[]))).collect();
+            let objects: Vec<_> = objects
+                .iter()
+                .map(|block| hexes(block.as_deref().unwrap_or(&[])))
+                .collect();
             let block_size = BlockSize::new(block_size).unwrap();
             let locals = locals(&tokens, block_size, &salt, windows, &objects);
             let hashes = BlockHashes::chain(tokens.len(), block_size, locals);
@@ -145,27 +185,65 @@ fn check(case: Case) {
             let ours: Vec<u64> = hashes.sequences().iter().map(|hash| hash.0).collect();
             assert_eq!(ours, hexes(&sequence_hashes), "{description}");
             if let Some(objects) = prompt_objects(&objects, block_size) {
-                let content = Content { tokens: &tokens, salt: &salt, windows, objects: &objects };
-                assert_eq!(BlockHashes::of_content(&content, block_size), hashes, "{description}");
+                let content = Content {
+                    tokens: &tokens,
+                    salt: &salt,
+                    windows,
+                    objects: &objects,
+                };
+                assert_eq!(
+                    BlockHashes::of_content(&content, block_size),
+                    hashes,
+                    "{description}"
+                );
             }
         }
         Case::RawBytesHash { utf8, hash, .. } => {
-            assert_eq!(xxh3_64_with_seed(utf8.as_bytes(), SEED), hex(&hash), "{utf8}");
+            assert_eq!(
+                xxh3_64_with_seed(utf8.as_bytes(), SEED),
+                hex(&hash),
+                "{utf8}"
+            );
         }
-        Case::ChainStep { parent_sequence_hash, block_hash, next_sequence_hash } => {
+        Case::ChainStep {
+            parent_sequence_hash,
+            block_hash,
+            next_sequence_hash,
+        } => {
             let next = SequenceHash(hex(&parent_sequence_hash)).then(LocalHash(hex(&block_hash)));
-            assert_eq!(next, SequenceHash(hex(&next_sequence_hash)), "{parent_sequence_hash} {block_hash}");
+            assert_eq!(
+                next,
+                SequenceHash(hex(&next_sequence_hash)),
+                "{parent_sequence_hash} {block_hash}"
+            );
         }
-        Case::MmIdentifierHash { identifier, mm_hash } => {
+        Case::MmIdentifierHash {
+            identifier,
+            mm_hash,
+        } => {
             let expected = mm_hash.map(|hash| ObjectHash(hex(&hash)));
             assert_eq!(ObjectHash::of(&identifier), expected, "{identifier}");
         }
-        Case::MmPadValue { mm_hash, pad_value_token } => {
-            assert_eq!(ObjectHash(hex(&mm_hash)).pad_token(), pad_value_token, "{mm_hash}");
+        Case::MmPadValue {
+            mm_hash,
+            pad_value_token,
+        } => {
+            assert_eq!(
+                ObjectHash(hex(&mm_hash)).pad_token(),
+                pad_value_token,
+                "{mm_hash}"
+            );
         }
-        Case::RequestMmToBlockMm { description, block_size, total_tokens, objects, blocks } => {
+        Case::RequestMmToBlockMm {
+            description,
+            block_size,
+            total_tokens,
+            objects,
+            blocks,
+        } => {
             let ours = by_block(total_tokens, BlockSize::new(block_size).unwrap(), &objects);
-            let expected: Vec<Vec<Object>> = blocks.into_iter().map(Option::unwrap_or_default).collect();
+            let expected: Vec<Vec<Object>> =
+                blocks.into_iter().map(Option::unwrap_or_default).collect();
             assert_eq!(ours, expected, "{description}");
         }
     }

@@ -27,7 +27,9 @@ pub(crate) struct Deviation {
 
 impl fmt::Display for Deviation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { case, at, reason, .. } = self;
+        let Self {
+            case, at, reason, ..
+        } = self;
         write!(f, "{case}, {at}: {reason}")
     }
 }
@@ -47,7 +49,11 @@ pub(crate) struct Report {
 impl Report {
     /// Cases that differ on purpose, and in nothing else.
     pub(crate) fn deviating(&self) -> usize {
-        self.deviations.iter().map(|deviation| deviation.case).collect::<BTreeSet<_>>().len()
+        self.deviations
+            .iter()
+            .map(|deviation| deviation.case)
+            .collect::<BTreeSet<_>>()
+            .len()
     }
 }
 
@@ -60,20 +66,35 @@ pub(crate) struct Check {
 
 impl Check {
     /// Holds our answer against theirs.
-    pub(crate) fn same(&mut self, at: impl fmt::Display, ours: impl Serialize, theirs: impl Serialize) {
+    pub(crate) fn same(
+        &mut self,
+        at: impl fmt::Display,
+        ours: impl Serialize,
+        theirs: impl Serialize,
+    ) {
         let at = at.to_string();
-        let (ours, theirs) = (serde_json::to_value(ours).unwrap(), serde_json::to_value(theirs).unwrap());
+        let (ours, theirs) = (
+            serde_json::to_value(ours).unwrap(),
+            serde_json::to_value(theirs).unwrap(),
+        );
         let meant = self.allowed.iter().find(|deviation| deviation.at == at);
         match meant {
             None if ours == theirs => {}
-            None => self.failures.push(format!("{at}: we say {ours}, but it is {theirs}")),
-            Some(_) if ours == theirs => self.failures.push(format!("{at}: does not differ any more")),
+            None => self
+                .failures
+                .push(format!("{at}: we say {ours}, but it is {theirs}")),
+            Some(_) if ours == theirs => self
+                .failures
+                .push(format!("{at}: does not differ any more")),
             Some(deviation) => {
-                let meant = [deviation.ours, deviation.theirs].map(|text| serde_json::from_str::<Value>(text).unwrap());
+                let meant = [deviation.ours, deviation.theirs]
+                    .map(|text| serde_json::from_str::<Value>(text).unwrap());
                 if [&ours, &theirs] == [&meant[0], &meant[1]] {
                     self.met.push(*deviation);
                 } else {
-                    self.failures.push(format!("{at}: we say {ours} and it is {theirs}, not as the deviation has it"));
+                    self.failures.push(format!(
+                        "{at}: we say {ours} and it is {theirs}, not as the deviation has it"
+                    ));
                 }
             }
         }
@@ -98,7 +119,10 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
     name: impl Fn(&C) -> String,
     check: impl Fn(C, &mut Check),
 ) -> Report {
-    let mut report = Report { absent: table.iter().map(|deviation| deviation.case).collect(), ..Report::default() };
+    let mut report = Report {
+        absent: table.iter().map(|deviation| deviation.case).collect(),
+        ..Report::default()
+    };
     let file: File = match serde_json::from_str(text) {
         Ok(file) => file,
         Err(problem) => {
@@ -107,13 +131,19 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
         }
     };
     if file.cases.len() != file.case_count {
-        report.failures.push(format!("says it has {} cases and has {}", file.case_count, file.cases.len()));
+        report.failures.push(format!(
+            "says it has {} cases and has {}",
+            file.case_count,
+            file.cases.len()
+        ));
     }
     let mut names = BTreeSet::new();
     for (at, case) in file.cases.into_iter().enumerate() {
         report.run += 1;
         // Also where it cannot be read, it should be called by its name.
-        let called = case["description"].as_str().map_or_else(|| format!("case {at}"), str::to_owned);
+        let called = case["description"]
+            .as_str()
+            .map_or_else(|| format!("case {at}"), str::to_owned);
         let case: C = match serde_json::from_value(case) {
             Ok(case) => case,
             Err(problem) => {
@@ -123,28 +153,51 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
         };
         let called = name(&case);
         if !names.insert(called.clone()) {
-            report.failures.push(format!("{called}: two cases have this name"));
+            report
+                .failures
+                .push(format!("{called}: two cases have this name"));
         }
-        run_case(&mut report, table, &called, |comparisons| check(case, comparisons));
+        run_case(&mut report, table, &called, |comparisons| {
+            check(case, comparisons)
+        });
     }
     report
 }
 
 fn run_case(report: &mut Report, table: &[Deviation], name: &str, check: impl FnOnce(&mut Check)) {
-    let allowed: Vec<_> = table.iter().filter(|deviation| deviation.case == name).copied().collect();
+    let allowed: Vec<_> = table
+        .iter()
+        .filter(|deviation| deviation.case == name)
+        .copied()
+        .collect();
     report.absent.remove(name);
-    let mut comparisons = Check { allowed, met: Vec::new(), failures: Vec::new() };
+    let mut comparisons = Check {
+        allowed,
+        met: Vec::new(),
+        failures: Vec::new(),
+    };
     if let Err(panicked) = quietly(|| check(&mut comparisons)) {
         comparisons.failures.push(panicked);
     }
-    let Check { allowed, met, mut failures } = comparisons;
+    let Check {
+        allowed,
+        met,
+        mut failures,
+    } = comparisons;
     let missed = allowed.iter().filter(|deviation| !met.contains(deviation));
-    failures.extend(missed.map(|deviation| format!("{}: is named as a deviation, but was not met", deviation.at)));
+    failures
+        .extend(missed.map(|deviation| {
+            format!("{}: is named as a deviation, but was not met", deviation.at)
+        }));
     if failures.is_empty() && met.is_empty() {
         report.passed += 1;
     }
     report.deviations.extend(met);
-    report.failures.extend(failures.into_iter().map(|failure| format!("{name}: {failure}")));
+    report.failures.extend(
+        failures
+            .into_iter()
+            .map(|failure| format!("{name}: {failure}")),
+    );
 }
 
 thread_local! {
@@ -158,7 +211,8 @@ fn quietly(check: impl FnOnce()) -> Result<(), String> {
     ONCE.call_once(|| {
         let usual = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panicked| {
-            let heard = SAID.with_borrow_mut(|said| said.as_mut().map(|said| *said = panicked.to_string()));
+            let heard =
+                SAID.with_borrow_mut(|said| said.as_mut().map(|said| *said = panicked.to_string()));
             if heard.is_none() {
                 usual(panicked);
             }

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute::block::{BlockHashes, EngineHash, LocalHash};
-use warmroute::index::{KvEvent, Outcome, Overlaps, PrefixIndex, RankWriter, StoredBlock, TierBlocks};
+use warmroute::index::{
+    KvEvent, Outcome, Overlaps, PrefixIndex, RankWriter, StoredBlock, TierBlocks,
+};
 use warmroute::tier::Tier;
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
@@ -40,7 +42,10 @@ const DEVIATIONS: &[Deviation] = &[
 /// What the original shows beside the answers we give too.
 const NOT_KEPT: &[(&str, &str)] = &[
     ("frequencies", "always empty in the original"),
-    ("device_last_matched_block_hash", "the tiers are walked in one trie, so no query starts at a block's name"),
+    (
+        "device_last_matched_block_hash",
+        "the tiers are walked in one trie, so no query starts at a block's name",
+    ),
     ("next_last_hash", "the same"),
 ];
 
@@ -126,21 +131,37 @@ struct Block {
 type Rank = (u64, u32);
 
 fn rows(value: &Value) -> impl Iterator<Item = &serde_json::Map<String, Value>> {
-    value.as_array().into_iter().flatten().map(|row| row.as_object().unwrap())
+    value
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|row| row.as_object().unwrap())
 }
 
 fn rank(row: &serde_json::Map<String, Value>) -> Rank {
-    (row["worker_id"].as_u64().unwrap(), u32::try_from(row["dp_rank"].as_u64().unwrap()).unwrap())
+    (
+        row["worker_id"].as_u64().unwrap(),
+        u32::try_from(row["dp_rank"].as_u64().unwrap()).unwrap(),
+    )
 }
 
 /// Rows of an expected answer, by rank; ranks with nothing are the same as absent ones.
 fn by_rank(value: &Value, key: &str) -> Vec<(u64, u32, f64)> {
-    let known = ["worker_id", "dp_rank", key, "next_position", "cached_tokens_block_size_16"];
+    let known = [
+        "worker_id",
+        "dp_rank",
+        key,
+        "next_position",
+        "cached_tokens_block_size_16",
+    ];
     let row = |row: &serde_json::Map<String, Value>| {
         only(row, &known);
         (rank(row).0, rank(row).1, row[key].as_f64().unwrap())
     };
-    let mut rows: Vec<_> = rows(value).map(row).filter(|(_, _, value)| *value > 0.0).collect();
+    let mut rows: Vec<_> = rows(value)
+        .map(row)
+        .filter(|(_, _, value)| *value > 0.0)
+        .collect();
     rows.sort_by_key(|(worker, rank, _)| (*worker, *rank));
     rows
 }
@@ -149,7 +170,10 @@ fn by_rank(value: &Value, key: &str) -> Vec<(u64, u32, f64)> {
 fn only(row: &serde_json::Map<String, Value>, fields: &[&str]) {
     for field in row.keys() {
         let kept = !NOT_KEPT.iter().any(|(name, _)| name == field);
-        assert!(!kept || fields.contains(&field.as_str()), "unknown field {field:?} in {row:?}");
+        assert!(
+            !kept || fields.contains(&field.as_str()),
+            "unknown field {field:?} in {row:?}"
+        );
     }
 }
 
@@ -161,12 +185,19 @@ struct Bench {
 
 impl Bench {
     fn apply(&mut self, rank: Rank, event: &KvEvent) -> Outcome {
-        let slot = self.slots.iter().position(|known| *known == rank).unwrap_or_else(|| {
-            self.slots.push(rank);
-            self.slots.len() - 1
-        });
+        let slot = self
+            .slots
+            .iter()
+            .position(|known| *known == rank)
+            .unwrap_or_else(|| {
+                self.slots.push(rank);
+                self.slots.len() - 1
+            });
         let index = &self.index;
-        self.writers.entry(rank).or_insert_with(|| index.join(Slot(slot as u32))).apply(event)
+        self.writers
+            .entry(rank)
+            .or_insert_with(|| index.join(Slot(slot as u32)))
+            .apply(event)
     }
 
     fn query(&self, locals: &[u64]) -> BTreeMap<Rank, TierBlocks> {
@@ -174,14 +205,23 @@ impl Bench {
         let hashes = BlockHashes::chain(locals.len() * 16, BlockSize::new(16).unwrap(), locals);
         let mut overlaps = Overlaps::new();
         self.index.overlaps(&hashes, &mut overlaps);
-        overlaps.iter().map(|(slot, blocks)| (self.slots[slot.at()], blocks)).collect()
+        overlaps
+            .iter()
+            .map(|(slot, blocks)| (self.slots[slot.at()], blocks))
+            .collect()
     }
 
     /// Our answer to a step and the original's, in the same words.
     fn run(&mut self, step: &Step) -> (Value, Value) {
         let expected = &step.result;
         match &step.step {
-            Op::Stored { worker_id, dp_rank, parent_block_hash, blocks, tier } => {
+            Op::Stored {
+                worker_id,
+                dp_rank,
+                parent_block_hash,
+                blocks,
+                tier,
+            } => {
                 let block = |block: &Block| StoredBlock {
                     engine: EngineHash(block.block_hash),
                     local: LocalHash(block.local_hash),
@@ -193,14 +233,25 @@ impl Bench {
                 };
                 outcomes(self.apply((*worker_id, *dp_rank), &event), expected)
             }
-            Op::Removed { worker_id, dp_rank, block_hashes, tier } => {
+            Op::Removed {
+                worker_id,
+                dp_rank,
+                block_hashes,
+                tier,
+            } => {
                 let blocks = block_hashes.iter().copied().map(EngineHash).collect();
-                let event = KvEvent::Removed { blocks, tier: *tier };
+                let event = KvEvent::Removed {
+                    blocks,
+                    tier: *tier,
+                };
                 outcomes(self.apply((*worker_id, *dp_rank), &event), expected)
             }
-            Op::Cleared { worker_id, dp_rank, .. } => {
-                outcomes(self.apply((*worker_id, *dp_rank), &KvEvent::Cleared), expected)
-            }
+            Op::Cleared {
+                worker_id, dp_rank, ..
+            } => outcomes(
+                self.apply((*worker_id, *dp_rank), &KvEvent::Cleared),
+                expected,
+            ),
             Op::RemoveWorker { worker_id } => {
                 self.writers.retain(|rank, _| rank.0 != *worker_id);
                 (Value::Null, expected.clone())
@@ -210,8 +261,13 @@ impl Bench {
                 (Value::Null, expected.clone())
             }
             Op::ClearAllBlocks { worker_id, .. } => {
-                let writers = self.writers.iter_mut().filter(|(rank, _)| rank.0 == *worker_id);
-                writers.for_each(|(_, writer)| assert_eq!(writer.apply(&KvEvent::Cleared), Outcome::Ok));
+                let writers = self
+                    .writers
+                    .iter_mut()
+                    .filter(|(rank, _)| rank.0 == *worker_id);
+                writers.for_each(|(_, writer)| {
+                    assert_eq!(writer.apply(&KvEvent::Cleared), Outcome::Ok)
+                });
                 (Value::Null, expected.clone())
             }
             // Routing never stops a query early; where the original does, its cases give the same answer.
@@ -225,14 +281,24 @@ impl Bench {
             Op::DumpAsStoreEvents { .. } => (json!(self.edges()), json!(edges(expected))),
             Op::KnownWorkers {} => {
                 let slots = self.index.stats().slots;
-                let workers: BTreeSet<u64> = slots.iter().map(|known| self.slots[known.slot.at()].0).collect();
+                let workers: BTreeSet<u64> = slots
+                    .iter()
+                    .map(|known| self.slots[known.slot.at()].0)
+                    .collect();
                 (json!(workers), expected.clone())
             }
         }
     }
 
     fn all_tiers(&self, local_hashes: &[u64], expected: &Value) -> (Value, Value) {
-        only(expected.as_object().unwrap(), &["device", "lower_tiers", "effective_overlap_blocks_default_weights"]);
+        only(
+            expected.as_object().unwrap(),
+            &[
+                "device",
+                "lower_tiers",
+                "effective_overlap_blocks_default_weights",
+            ],
+        );
         let ours = self.query(local_hashes);
         let effective = |blocks: &TierBlocks| blocks.effective(0.75, 0.25);
         for row in rows(&expected["effective_overlap_blocks_default_weights"]) {
@@ -241,11 +307,17 @@ impl Bench {
             assert_eq!(row["cached_tokens_block_size_16"].as_f64(), Some(tokens));
         }
         let lower = &expected["lower_tiers"];
-        only(lower.as_object().unwrap(), &["host_pinned", "disk", "external"]);
+        only(
+            lower.as_object().unwrap(),
+            &["host_pinned", "disk", "external"],
+        );
         for (tier, depth) in [("host_pinned", 2), ("disk", 3), ("external", 4)] {
             for row in rows(&lower[tier]) {
                 let blocks = ours.get(&rank(row)).copied().unwrap_or_default();
-                let reached: u32 = [blocks.device, blocks.host, blocks.disk, blocks.external][..depth].iter().sum();
+                let reached: u32 = [blocks.device, blocks.host, blocks.disk, blocks.external]
+                    [..depth]
+                    .iter()
+                    .sum();
                 assert_eq!(row["next_position"], reached, "{tier}");
             }
         }
@@ -270,11 +342,26 @@ impl Bench {
     fn edges(&self) -> BTreeSet<Edge> {
         let mut edges = BTreeSet::new();
         for (rank, writer) in &self.writers {
-            let of = WorkerRank { worker: WorkerId(rank.0), rank: DpRank(rank.1) };
+            let of = WorkerRank {
+                worker: WorkerId(rank.0),
+                rank: DpRank(rank.1),
+            };
             for event in writer.portrait(of).events() {
-                let KvEvent::Stored { mut parent, blocks, tier: Tier::Device } = event else { panic!("{event:?}") };
+                let KvEvent::Stored {
+                    mut parent,
+                    blocks,
+                    tier: Tier::Device,
+                } = event
+                else {
+                    panic!("{event:?}")
+                };
                 for block in blocks {
-                    edges.insert((*rank, parent.map(|parent| parent.0), block.local.0, block.engine.0));
+                    edges.insert((
+                        *rank,
+                        parent.map(|parent| parent.0),
+                        block.local.0,
+                        block.engine.0,
+                    ));
                     parent = Some(block.engine);
                 }
             }
@@ -286,8 +373,13 @@ impl Bench {
 /// Rank, parent, local hash and name of a block.
 type Edge = (Rank, Option<u64>, u64, u64);
 
-fn per_rank(ours: &BTreeMap<Rank, TierBlocks>, value: impl Fn(&TierBlocks) -> f64) -> Vec<(u64, u32, f64)> {
-    let rows = ours.iter().map(|(rank, blocks)| (rank.0, rank.1, value(blocks)));
+fn per_rank(
+    ours: &BTreeMap<Rank, TierBlocks>,
+    value: impl Fn(&TierBlocks) -> f64,
+) -> Vec<(u64, u32, f64)> {
+    let rows = ours
+        .iter()
+        .map(|(rank, blocks)| (rank.0, rank.1, value(blocks)));
     rows.filter(|(_, _, value)| *value > 0.0).collect()
 }
 
@@ -295,7 +387,10 @@ fn per_rank(ours: &BTreeMap<Rank, TierBlocks>, value: impl Fn(&TierBlocks) -> f6
 fn edges(expected: &Value) -> BTreeSet<Edge> {
     let mut edges = BTreeSet::new();
     for row in rows(expected) {
-        only(row, &["worker_id", "dp_rank", "parent_block_hash", "blocks"]);
+        only(
+            row,
+            &["worker_id", "dp_rank", "parent_block_hash", "blocks"],
+        );
         let mut parent = row["parent_block_hash"].as_u64();
         for block in row["blocks"].as_array().unwrap() {
             let engine = block[1].as_u64().unwrap();
@@ -321,16 +416,28 @@ fn outcomes(ours: Outcome, expected: &Value) -> (Value, Value) {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), |case, comparisons| check(&case, comparisons))
+    run_cases(
+        text,
+        DEVIATIONS,
+        |case: &Case| case.description.clone(),
+        |case, comparisons| check(&case, comparisons),
+    )
 }
 
 fn check(case: &Case, check: &mut Check) {
     let name = case.description.as_str();
-    let mut bench = Bench { index: PrefixIndex::new(), slots: vec![], writers: BTreeMap::new() };
+    let mut bench = Bench {
+        index: PrefixIndex::new(),
+        slots: vec![],
+        writers: BTreeMap::new(),
+    };
     for (at, step) in case.steps.iter().enumerate() {
         let (ours, theirs) = bench.run(step);
         check.same(format_args!("step {at}"), ours, theirs);
     }
     let differs = DEVIATIONS.iter().any(|deviation| deviation.case == name);
-    assert!(case.implementation_specific.is_none() || differs, "is said to be no rule, but we follow it");
+    assert!(
+        case.implementation_specific.is_none() || differs,
+        "is said to be no rule, but we follow it"
+    );
 }

@@ -25,8 +25,13 @@ struct Case {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, untagged)]
 enum Profile {
-    Single { queue_policy: Policy, synthetic_default_class: bool },
-    Classes { yaml: String },
+    Single {
+        queue_policy: Policy,
+        synthetic_default_class: bool,
+    },
+    Classes {
+        yaml: String,
+    },
 }
 
 #[derive(Deserialize)]
@@ -105,16 +110,26 @@ struct WrittenClass {
 impl Profile {
     fn config(self) -> QueueConfig {
         match self {
-            Self::Single { queue_policy, synthetic_default_class } => {
+            Self::Single {
+                queue_policy,
+                synthetic_default_class,
+            } => {
                 assert!(synthetic_default_class);
-                QueueConfig { policy: queue_policy, ..QueueConfig::default() }
+                QueueConfig {
+                    policy: queue_policy,
+                    ..QueueConfig::default()
+                }
             }
             Self::Classes { yaml } => {
                 let written: Written = serde_saphyr::from_str(&yaml).unwrap();
                 QueueConfig {
                     default_family: Some(written.default_policy_family),
                     uncached_buckets: written.uncached_isl_buckets,
-                    classes: written.policy_classes.into_iter().map(WrittenClass::config).collect(),
+                    classes: written
+                        .policy_classes
+                        .into_iter()
+                        .map(WrittenClass::config)
+                        .collect(),
                     ..QueueConfig::default()
                 }
             }
@@ -141,7 +156,12 @@ impl WrittenClass {
 
 impl Arrival {
     fn turn(&self) -> Turn {
-        let pin = |(worker, rank)| Lane::Pinned(WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) });
+        let pin = |(worker, rank)| {
+            Lane::Pinned(WorkerRank {
+                worker: WorkerId(worker),
+                rank: DpRank(rank),
+            })
+        };
         Turn {
             class: self.requested_class.clone(),
             lane: self.pinned.map_or(Lane::Shared, pin),
@@ -154,7 +174,15 @@ impl Arrival {
 }
 
 fn check(case: Case) {
-    let Case { description, profile, worker_count, enqueue, blocked_names, dispatch_order, left_pending } = case;
+    let Case {
+        description,
+        profile,
+        worker_count,
+        enqueue,
+        blocked_names,
+        dispatch_order,
+        left_pending,
+    } = case;
     let config = profile.config();
     assert_eq!(config.problems(), [], "{description}");
     let classes = Arc::new(Classes::new(&config));
@@ -169,26 +197,50 @@ fn check(case: Case) {
         match (&arrival.result, queue.full(class, worker_count)) {
             (Expected::Queued(Queued::Queued), None) => {
                 let arrived = start + Duration::from_secs_f64(arrival.arrival_offset_s);
-                queue.push(Entry { turn, class, arrived, payload: arrival.name.clone() });
+                queue.push(Entry {
+                    turn,
+                    class,
+                    arrived,
+                    payload: arrival.name.clone(),
+                });
             }
             (Expected::Full { rejected, .. }, Some(full)) => {
-                let kind = if full.kind.as_str() == "prompt_tokens" { "raw_isl_tokens" } else { full.kind.as_str() };
+                let kind = if full.kind.as_str() == "prompt_tokens" {
+                    "raw_isl_tokens"
+                } else {
+                    full.kind.as_str()
+                };
                 let (current, limit) = (full.current, full.limit);
-                let got = Rejected { policy_class: name.into(), limit_kind: kind.into(), current, limit };
+                let got = Rejected {
+                    policy_class: name.into(),
+                    limit_kind: kind.into(),
+                    current,
+                    limit,
+                };
                 assert_eq!(got, *rejected, "{description}");
             }
             (_, full) => panic!("{description}: {} got {full:?}", arrival.name),
         }
     }
     let mut order = Vec::new();
-    while let Some((entry, ())) = queue.next(|entry| (!blocked_names.contains(&entry.payload)).then_some(())) {
+    while let Some((entry, ())) =
+        queue.next(|entry| (!blocked_names.contains(&entry.payload)).then_some(()))
+    {
         let class = classes.get(entry.class).name.to_string();
-        order.push(Dispatched { class, name: entry.payload });
+        order.push(Dispatched {
+            class,
+            name: entry.payload,
+        });
     }
     assert_eq!(order, dispatch_order, "{description}");
     assert_eq!(queue.len(), left_pending, "{description}");
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, &[], |case: &Case| case.description.clone(), |case, _| check(case))
+    run_cases(
+        text,
+        &[],
+        |case: &Case| case.description.clone(),
+        |case, _| check(case),
+    )
 }

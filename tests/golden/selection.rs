@@ -10,8 +10,8 @@ use warmroute::fleet::{Fleet, Member};
 use warmroute::index::TierBlocks;
 use warmroute::load::Load;
 use warmroute::schedule::{
-    Candidate, Constraints, Ineligible, Overrides, Pin, Question, Standing, Weights, choose, costs, eligible,
-    preference,
+    Candidate, Constraints, Ineligible, Overrides, Pin, Question, Standing, Weights, choose, costs,
+    eligible, preference,
 };
 use warmroute::worker::{BlockSize, DpRank, Endpoint, Ranks, Role, Worker, WorkerId};
 
@@ -150,7 +150,12 @@ struct Selected {
 
 impl WorkerCase {
     fn overlap_of(&self, dp_rank: u32) -> TierBlocks {
-        let of = |pairs: &[(u32, u32)]| pairs.iter().find(|(rank, _)| *rank == dp_rank).map_or(0, |pair| pair.1);
+        let of = |pairs: &[(u32, u32)]| {
+            pairs
+                .iter()
+                .find(|(rank, _)| *rank == dp_rank)
+                .map_or(0, |pair| pair.1)
+        };
         TierBlocks {
             device: of(&self.overlap.device),
             host: of(&self.overlap.host_pinned_extension),
@@ -179,7 +184,12 @@ impl Case {
             router_temperature: config.router_temperature,
         };
         let overrides = self.request_override.unwrap_or_default();
-        assert_eq!((configured.validate(), overrides.validate()), (Ok(()), Ok(())), "{}", self.description);
+        assert_eq!(
+            (configured.validate(), overrides.validate()),
+            (Ok(()), Ok(())),
+            "{}",
+            self.description
+        );
         overrides.apply(&configured)
     }
 
@@ -193,7 +203,12 @@ impl Case {
     }
 
     fn question(&self) -> Question {
-        let shared = self.shared_cache_hit_ranges.iter().flatten().map(|[start, end]| *start..*end).collect();
+        let shared = self
+            .shared_cache_hit_ranges
+            .iter()
+            .flatten()
+            .map(|[start, end]| *start..*end)
+            .collect();
         Question {
             track_prefill: self.track_prefill_tokens,
             role: self.role(),
@@ -206,7 +221,10 @@ impl Case {
     fn fleet(&self) -> Fleet {
         let worker = |(nth, case): (usize, &WorkerCase)| Worker {
             role: self.role(),
-            ranks: Ranks { start: case.dp_start, size: case.dp_size.try_into().unwrap() },
+            ranks: Ranks {
+                start: case.dp_start,
+                size: case.dp_size.try_into().unwrap(),
+            },
             taints: case.taints.clone(),
             ..Worker::new(
                 WorkerId(case.worker_id),
@@ -215,15 +233,23 @@ impl Case {
                 BlockSize::new(self.block_size).unwrap(),
             )
         };
-        Fleet::empty().reconcile(self.workers.iter().enumerate().map(worker).collect()).fleet
+        Fleet::empty()
+            .reconcile(self.workers.iter().enumerate().map(worker).collect())
+            .fleet
     }
 
     fn constraints(&self) -> Constraints {
-        let pin = |(worker, rank)| Pin { worker: WorkerId(worker), rank: Some(DpRank(rank)) };
+        let pin = |(worker, rank)| Pin {
+            worker: WorkerId(worker),
+            rank: Some(DpRank(rank)),
+        };
         Constraints {
             role: self.role(),
             pin: self.pinned_worker.map(pin),
-            allowed: self.allowed_worker_ids.as_ref().map(|ids| ids.iter().copied().map(WorkerId).collect()),
+            allowed: self
+                .allowed_worker_ids
+                .as_ref()
+                .map(|ids| ids.iter().copied().map(WorkerId).collect()),
             required_taints: self.required_taints.iter().cloned().collect(),
             preferred_taints: self.preferred_taints.iter().cloned().collect(),
             ..Constraints::default()
@@ -231,19 +257,35 @@ impl Case {
     }
 
     fn eligible<'f>(&self, fleet: &'f Fleet) -> Result<Vec<&'f Member>, Ineligible> {
-        let overloaded = |id| self.overloaded_worker_ids.iter().flatten().any(|overloaded| WorkerId(*overloaded) == id);
+        let overloaded = |id| {
+            self.overloaded_worker_ids
+                .iter()
+                .flatten()
+                .any(|overloaded| WorkerId(*overloaded) == id)
+        };
         let members: Vec<_> = fleet.members().collect();
         eligible(&members, &self.constraints(), |member| {
-            if overloaded(member.rank.worker) { Standing::Overloaded } else { Standing::Ready }
+            if overloaded(member.rank.worker) {
+                Standing::Overloaded
+            } else {
+                Standing::Ready
+            }
         })
     }
 
     fn candidates(&self, members: &[&Member]) -> Vec<Candidate> {
-        members.iter().map(|member| self.candidate(member)).collect()
+        members
+            .iter()
+            .map(|member| self.candidate(member))
+            .collect()
     }
 
     fn candidate(&self, member: &Member) -> Candidate {
-        let case = self.workers.iter().find(|case| WorkerId(case.worker_id) == member.rank.worker).unwrap();
+        let case = self
+            .workers
+            .iter()
+            .find(|case| WorkerId(case.worker_id) == member.rank.worker)
+            .unwrap();
         let DpRank(dp_rank) = member.rank.rank;
         let load = case.loads.iter().find(|load| load.dp_rank == dp_rank);
         Candidate {
@@ -263,9 +305,15 @@ impl Case {
 /// The words of the reference for why nobody is eligible. Ours tell more about pins that lead nowhere.
 fn in_words_of_the_reference(why: Ineligible) -> String {
     match why {
-        Ineligible::PinnedWorkerOverloaded(worker) => format!("pinned worker {worker} is overloaded"),
-        Ineligible::AllEligibleWorkersOverloaded => "all eligible workers are overloaded".to_owned(),
-        Ineligible::PinnedWorkerNotAllowed(worker) => format!("pinned worker {worker} is not allowed"),
+        Ineligible::PinnedWorkerOverloaded(worker) => {
+            format!("pinned worker {worker} is overloaded")
+        }
+        Ineligible::AllEligibleWorkersOverloaded => {
+            "all eligible workers are overloaded".to_owned()
+        }
+        Ineligible::PinnedWorkerNotAllowed(worker) => {
+            format!("pinned worker {worker} is not allowed")
+        }
         Ineligible::NoEndpoints
         | Ineligible::PinUnknown(_)
         | Ineligible::PinRankUnknown { .. }
@@ -277,44 +325,83 @@ fn check_costs(case: &Case, members: &[&Member]) {
     let mut rng = StdRng::seed_from_u64(1);
     for expected in case.computed.final_cost_full_precision.iter().flatten() {
         let name = (WorkerId(expected.worker_id), DpRank(expected.dp_rank));
-        let alone = members.iter().find(|one| (one.rank.worker, one.rank.rank) == name).unwrap();
-        let choice = choose(&case.question(), &[case.candidate(alone)], &case.weights(), &mut rng).unwrap();
-        let near = (choice.cost.total - expected.cost).abs() <= 1e-12 * expected.cost.abs().max(1.0);
-        assert!(near, "{}: {} against {}", case.description, choice.cost.total, expected.cost);
+        let alone = members
+            .iter()
+            .find(|one| (one.rank.worker, one.rank.rank) == name)
+            .unwrap();
+        let choice = choose(
+            &case.question(),
+            &[case.candidate(alone)],
+            &case.weights(),
+            &mut rng,
+        )
+        .unwrap();
+        let near =
+            (choice.cost.total - expected.cost).abs() <= 1e-12 * expected.cost.abs().max(1.0);
+        assert!(
+            near,
+            "{}: {} against {}",
+            case.description, choice.cost.total, expected.cost
+        );
     }
 }
 
 /// Ranks with nothing are the same as absent ones.
 fn check_overlaps(case: &Case) {
-    let Some(expected) = &case.computed.effective_overlap else { return };
+    let Some(expected) = &case.computed.effective_overlap else {
+        return;
+    };
     let something = |overlap: &&EffectiveOverlap| overlap.effective_blocks > 0.0;
     let weights = case.weights();
     let mut ours = Vec::new();
     for worker in &case.workers {
         let tiers = &worker.overlap;
-        let known = [&tiers.device, &tiers.host_pinned_extension, &tiers.disk_extension, &tiers.external_extension];
+        let known = [
+            &tiers.device,
+            &tiers.host_pinned_extension,
+            &tiers.disk_extension,
+            &tiers.external_extension,
+        ];
         let ranks: BTreeSet<u32> = known.into_iter().flatten().map(|(rank, _)| *rank).collect();
         for dp_rank in ranks {
             let overlap = worker.overlap_of(dp_rank);
-            let effective_blocks = overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
+            let effective_blocks =
+                overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
             let cached_tokens = (effective_blocks * f64::from(case.block_size)).round() as u64;
-            ours.push(EffectiveOverlap { worker_id: worker.worker_id, dp_rank, effective_blocks, cached_tokens });
+            ours.push(EffectiveOverlap {
+                worker_id: worker.worker_id,
+                dp_rank,
+                effective_blocks,
+                cached_tokens,
+            });
         }
     }
-    let (ours, expected) = (ours.iter().filter(something), expected.iter().filter(something));
-    assert!(ours.clone().eq(expected.clone()), "{ours:?} against {expected:?}");
+    let (ours, expected) = (
+        ours.iter().filter(something),
+        expected.iter().filter(something),
+    );
+    assert!(
+        ours.clone().eq(expected.clone()),
+        "{ours:?} against {expected:?}"
+    );
 }
 
 /// The cost of every candidate among the others, but for taints.
 fn check_logits(case: &Case, members: &[&Member]) {
     let costs = costs(&case.question(), &case.candidates(members), &case.weights());
-    let named = |logit: &&Logit, one: &Member| (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0);
+    let named = |logit: &&Logit, one: &Member| {
+        (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0)
+    };
     let logits = case.computed.base_logit_3dp.as_deref().unwrap_or_default();
     assert_eq!(logits.len(), members.len());
     for (member, cost) in members.iter().zip(costs) {
         let logit = logits.iter().find(|logit| named(logit, member)).unwrap();
         let ours = cost.prefill_cost + cost.decode_cost + cost.request_cost;
-        assert!((ours - logit.logit).abs() <= 0.000_501, "{ours} against {}", logit.logit);
+        assert!(
+            (ours - logit.logit).abs() <= 0.000_501,
+            "{ours} against {}",
+            logit.logit
+        );
     }
 }
 
@@ -331,13 +418,30 @@ fn check_choice(case: &Case, members: &[&Member]) {
         if weights.router_temperature == 0.0 {
             assert_eq!(Some(choice.ties > 1), case.result.tie, "{name}");
         }
-        assert_eq!(Some(choice.required_blocks), case.result.required_blocks, "{name}");
-        assert_eq!(Some(choice.best_raw_cached_tokens), case.result.max_raw_cached_tokens, "{name}");
+        assert_eq!(
+            Some(choice.required_blocks),
+            case.result.required_blocks,
+            "{name}"
+        );
+        assert_eq!(
+            Some(choice.best_raw_cached_tokens),
+            case.result.max_raw_cached_tokens,
+            "{name}"
+        );
         if let Some(selected) = &case.result.selected {
             assert_eq!(choice.cached_tokens, selected.cached_tokens, "{name}");
-            assert_eq!(choice.raw_cached_tokens, selected.selected_raw_cached_tokens, "{name}");
-            assert_eq!(choice.effective_overlap_blocks, selected.effective_overlap_blocks, "{name}");
-            assert_eq!(choice.potential_decode_blocks, selected.potential_decode_blocks, "{name}");
+            assert_eq!(
+                choice.raw_cached_tokens, selected.selected_raw_cached_tokens,
+                "{name}"
+            );
+            assert_eq!(
+                choice.effective_overlap_blocks, selected.effective_overlap_blocks,
+                "{name}"
+            );
+            assert_eq!(
+                choice.potential_decode_blocks, selected.potential_decode_blocks,
+                "{name}"
+            );
         }
     }
     let chosen = case.result.chosen_workers.iter().flatten();
@@ -346,7 +450,12 @@ fn check_choice(case: &Case, members: &[&Member]) {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, &[], |case: &Case| case.description.clone(), |case, _| check(&case))
+    run_cases(
+        text,
+        &[],
+        |case: &Case| case.description.clone(),
+        |case, _| check(&case),
+    )
 }
 
 fn check(case: &Case) {
@@ -360,7 +469,10 @@ fn check(case: &Case) {
             check_choice(case, &members);
         }
         Err(why) => {
-            assert_eq!(Some(in_words_of_the_reference(why).as_str()), case.result.error.as_deref());
+            assert_eq!(
+                Some(in_words_of_the_reference(why).as_str()),
+                case.result.error.as_deref()
+            );
             assert!(case.result.chosen_workers.is_none());
         }
     }

@@ -16,17 +16,26 @@ use warmroute::discovery::{self, ServedModel};
 use warmroute::fleet::{Fleet, Member};
 use warmroute::load::ledger::{Attempt, Change, Ledger, Refused, Rules};
 use warmroute::load::{Booking, LoadTracker, LoadView, News, RankLoad, Sequences, Until};
-use warmroute::replica::{Batch, Outcome, Own, Peers, ReplicaId, SnapshotPart, Told as Message, Wish, World};
+use warmroute::replica::{
+    Batch, Outcome, Own, Peers, ReplicaId, SnapshotPart, Told as Message, Wish, World,
+};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 use super::frame::{Check, Deviation, Report, run_cases};
 
-const ONLY_THE_FLEET: &str = "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
+const ONLY_THE_FLEET: &str =
+    "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
 
 /// A place where the reference begins to serve an unknown rank: what we say there, and what it says.
 macro_rules! lazy {
     ($case:literal, $at:literal, $ours:expr, $theirs:expr) => {
-        Deviation { case: $case, at: $at, ours: $ours, theirs: $theirs, reason: ONLY_THE_FLEET }
+        Deviation {
+            case: $case,
+            at: $at,
+            ours: $ours,
+            theirs: $theirs,
+            reason: ONLY_THE_FLEET,
+        }
     };
 }
 
@@ -42,7 +51,12 @@ macro_rules! idle {
 }
 
 const DEVIATIONS: &[Deviation] = &[
-    lazy!("lazy worker registration on add", "result of step 0", r#""NotServing""#, r#""ok""#),
+    lazy!(
+        "lazy worker registration on add",
+        "result of step 0",
+        r#""NotServing""#,
+        r#""ok""#
+    ),
     lazy!(
         "lazy worker registration on add",
         "state after step 0",
@@ -53,7 +67,12 @@ const DEVIATIONS: &[Deviation] = &[
             r#",{"worker_id":9,"dp_rank":0,"active_blocks":2,"active_prefill_tokens":32,"active_requests":1}]"#
         )
     ),
-    lazy!("lazy worker registration on add", "result of step 1", r#""NoChange""#, r#""Applied""#),
+    lazy!(
+        "lazy worker registration on add",
+        "result of step 1",
+        r#""NoChange""#,
+        r#""Applied""#
+    ),
     lazy!(
         "lazy worker registration on add",
         "state after step 1",
@@ -116,16 +135,31 @@ struct State {
 enum Op {
     AddRequest(Request),
     AddRequestIfRegistered(Plain),
-    MarkPrefillCompleted { request_id: String },
-    AddOutputBlock { request_id: String, decay_fraction: Option<f64> },
-    Free { request_id: String },
-    ProjectWorkerLoads { query_sequence_hashes: Vec<u64> },
-    AdvanceClock { ms: u64 },
+    MarkPrefillCompleted {
+        request_id: String,
+    },
+    AddOutputBlock {
+        request_id: String,
+        decay_fraction: Option<f64>,
+    },
+    Free {
+        request_id: String,
+    },
+    ProjectWorkerLoads {
+        query_sequence_hashes: Vec<u64>,
+    },
+    AdvanceClock {
+        ms: u64,
+    },
     ForceExpireAllWorkers {},
-    ApplyReplicaEvents { events: Vec<Told> },
+    ApplyReplicaEvents {
+        events: Vec<Told>,
+    },
     RegisterWorker(Worker),
     UpsertWorker(Worker),
-    ReconcileWorkers { ranges: Vec<(u64, u32, u32)> },
+    ReconcileWorkers {
+        ranges: Vec<(u64, u32, u32)>,
+    },
 }
 
 #[derive(Deserialize)]
@@ -189,7 +223,10 @@ struct Projection {
 }
 
 fn rank((worker, rank): (u64, u32)) -> WorkerRank {
-    WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) }
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(rank),
+    }
 }
 
 fn named(request: &str) -> Attempt<'_> {
@@ -199,17 +236,39 @@ fn named(request: &str) -> Attempt<'_> {
 /// The cases number the blocks of a prompt; real sequence hashes also tell what comes before.
 fn chained(blocks: &[u64]) -> Vec<SequenceHash> {
     let locals = blocks.iter().copied().map(LocalHash).collect();
-    BlockHashes::chain(blocks.len() * 16, BlockSize::new(16).unwrap(), locals).sequences().to_vec()
+    BlockHashes::chain(blocks.len() * 16, BlockSize::new(16).unwrap(), locals)
+        .sequences()
+        .to_vec()
 }
 
 /// The workers as discovery reads them, or that it refuses them.
 fn discover(workers: &[Worker], block_size: u32) -> Result<Vec<warmroute::worker::Worker>, ()> {
-    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(block_size).unwrap(), meets: false };
-    let list = workers.iter().enumerate().map(|(at, Worker { worker_id, dp_start, dp_size })| {
-        let ranks = format!("{{start: {dp_start}, size: {dp_size}}}");
-        format!("- {{id: {worker_id}, endpoint: '10.0.0.1:{}', data_parallel: {ranks}}}\n", at + 1)
-    });
-    let text = if workers.is_empty() { "[]".to_owned() } else { list.collect() };
+    let model = ServedModel {
+        name: "m".into(),
+        block_size: BlockSize::new(block_size).unwrap(),
+        meets: false,
+    };
+    let list = workers.iter().enumerate().map(
+        |(
+            at,
+            Worker {
+                worker_id,
+                dp_start,
+                dp_size,
+            },
+        )| {
+            let ranks = format!("{{start: {dp_start}, size: {dp_size}}}");
+            format!(
+                "- {{id: {worker_id}, endpoint: '10.0.0.1:{}', data_parallel: {ranks}}}\n",
+                at + 1
+            )
+        },
+    );
+    let text = if workers.is_empty() {
+        "[]".to_owned()
+    } else {
+        list.collect()
+    };
     discovery::parse(Path::new("workers"), text.as_bytes(), &[model]).map_err(|_| ())
 }
 
@@ -233,12 +292,24 @@ impl Other {
         tracker.on_news(move |news| noted.lock().push(news));
         let ledger = Ledger::new(tracker.clone(), Rules::default());
         let own = Own::new(ReplicaId(router), format!("router {router}"));
-        Self { tracker, ledger, slots: BTreeMap::new(), news, own }
+        Self {
+            tracker,
+            ledger,
+            slots: BTreeMap::new(),
+            news,
+            own,
+        }
     }
 
     fn run(&mut self, told: Told) {
         match told {
-            Told::AddRequest { request_id, worker, token_sequence, prefill_tokens, .. } => {
+            Told::AddRequest {
+                request_id,
+                worker,
+                token_sequence,
+                prefill_tokens,
+                ..
+            } => {
                 let rank = rank(worker);
                 let next = Slot(self.slots.len() as u32);
                 let slot = *self.slots.entry(rank).or_insert(next);
@@ -247,12 +318,19 @@ impl Other {
                 }
                 let blocks = token_sequence.unwrap_or_default();
                 // A second booking of the same request is refused.
-                let _ = self.ledger.add(named(&request_id), vec![booking(slot, rank, &blocks, prefill_tokens)]);
+                let _ = self.ledger.add(
+                    named(&request_id),
+                    vec![booking(slot, rank, &blocks, prefill_tokens)],
+                );
             }
-            Told::MarkPrefillCompleted { request_id, worker, .. } if self.is_on(&request_id, worker) => {
+            Told::MarkPrefillCompleted {
+                request_id, worker, ..
+            } if self.is_on(&request_id, worker) => {
                 self.ledger.mark_prefill_completed(named(&request_id));
             }
-            Told::Free { request_id, worker, .. } if self.is_on(&request_id, worker) => {
+            Told::Free {
+                request_id, worker, ..
+            } if self.is_on(&request_id, worker) => {
                 self.ledger.free(named(&request_id));
             }
             // Only the router that booked a request reports on it, so it never names another worker.
@@ -261,7 +339,9 @@ impl Other {
     }
 
     fn is_on(&self, request: &str, worker: (u64, u32)) -> bool {
-        self.ledger.get(named(request)).is_some_and(|held| held.parts().any(|(_, booked)| booked == rank(worker)))
+        self.ledger
+            .get(named(request))
+            .is_some_and(|held| held.parts().any(|(_, booked)| booked == rank(worker)))
     }
 
     fn batches(&mut self) -> Vec<Batch> {
@@ -316,10 +396,18 @@ impl Bench {
         let clock = now.clone();
         let tracker = LoadTracker::new(move || *clock.lock());
         let silence = Duration::from_secs(case.stale_request_expiry_s);
-        let ledger = Ledger::new(tracker.clone(), Rules { silence, ..Rules::default() });
+        let ledger = Ledger::new(
+            tracker.clone(),
+            Rules {
+                silence,
+                ..Rules::default()
+            },
+        );
         let mut bench = Self {
             block_size: case.block_size,
-            peers: case.replica_sync.then(|| Peers::new(ReplicaId(case.router_id), LEASE)),
+            peers: case
+                .replica_sync
+                .then(|| Peers::new(ReplicaId(case.router_id), LEASE)),
             others: BTreeMap::new(),
             random: SmallRng::seed_from_u64(1),
             now,
@@ -336,8 +424,14 @@ impl Bench {
     /// Changes the fleet, and the load with it, as the keeper does.
     fn serve(&mut self, workers: Vec<Worker>) -> Result<(), ()> {
         let change = self.fleet.reconcile(discover(&workers, self.block_size)?);
-        change.removed.iter().for_each(|member| self.tracker.close(member.slot));
-        change.added.iter().for_each(|member| self.tracker.open(member.slot, member.rank));
+        change
+            .removed
+            .iter()
+            .for_each(|member| self.tracker.close(member.slot));
+        change
+            .added
+            .iter()
+            .for_each(|member| self.tracker.open(member.slot, member.rank));
         (self.fleet, self.workers) = (change.fleet, workers);
         self.with_peers(|peers, world, now, _| peers.look(world, now));
         Ok(())
@@ -357,7 +451,9 @@ impl Bench {
                 let blocks = request.prompt_sequence_hashes.as_deref();
                 let booking = Booking {
                     track_prefill: request.track_prefill_tokens,
-                    prefill_time: request.expected_prefill_duration_ms.map(Duration::from_millis),
+                    prefill_time: request
+                        .expected_prefill_duration_ms
+                        .map(Duration::from_millis),
                     ..self.booking(on, blocks, request.effective_prefill_tokens)
                 };
                 self.add(&request.request_id, booking, expected)
@@ -368,15 +464,20 @@ impl Bench {
                 let booking = self.booking(on, blocks, request.effective_prefill_tokens);
                 self.add(&request.request_id, booking, expected)
             }
-            Op::MarkPrefillCompleted { request_id } => changed(self.ledger.mark_prefill_completed(named(&request_id))),
-            Op::AddOutputBlock { request_id, decay_fraction } => {
-                match self.ledger.output_block(named(&request_id), decay_fraction) {
-                    Change::Applied => json!("ok"),
-                    _ => json!({ "error": format!("Request {request_id} not found") }),
-                }
+            Op::MarkPrefillCompleted { request_id } => {
+                changed(self.ledger.mark_prefill_completed(named(&request_id)))
             }
+            Op::AddOutputBlock {
+                request_id,
+                decay_fraction,
+            } => match self.ledger.output_block(named(&request_id), decay_fraction) {
+                Change::Applied => json!("ok"),
+                _ => json!({ "error": format!("Request {request_id} not found") }),
+            },
             Op::Free { request_id } => changed(self.ledger.free(named(&request_id))),
-            Op::ProjectWorkerLoads { query_sequence_hashes } => self.project(&query_sequence_hashes),
+            Op::ProjectWorkerLoads {
+                query_sequence_hashes,
+            } => self.project(&query_sequence_hashes),
             Op::AdvanceClock { ms } => {
                 *self.now.lock() += Duration::from_millis(ms);
                 Value::Null
@@ -389,13 +490,22 @@ impl Bench {
                 events.into_iter().for_each(|told| self.follow(told));
                 Value::Null
             }
-            Op::RegisterWorker(worker) => self.reconcile([&self.workers[..], &[worker]].concat(), expected),
+            Op::RegisterWorker(worker) => {
+                self.reconcile([&self.workers[..], &[worker]].concat(), expected)
+            }
             Op::UpsertWorker(worker) => {
-                let others = self.workers.iter().filter(|known| known.worker_id != worker.worker_id);
+                let others = self
+                    .workers
+                    .iter()
+                    .filter(|known| known.worker_id != worker.worker_id);
                 self.reconcile(others.chain([&worker]).cloned().collect(), expected)
             }
             Op::ReconcileWorkers { ranges } => {
-                let worker = |(worker_id, dp_start, dp_size)| Worker { worker_id, dp_start, dp_size };
+                let worker = |(worker_id, dp_start, dp_size)| Worker {
+                    worker_id,
+                    dp_start,
+                    dp_size,
+                };
                 self.reconcile(ranges.into_iter().map(worker).collect(), expected)
             }
         }
@@ -408,7 +518,10 @@ impl Bench {
             Ok(_) => json!("ok"),
             Err(Refused::NotServing { rank }) => {
                 assert_eq!(rank, asked);
-                let shown = format!("WorkerWithDpRank {{ worker_id: {}, dp_rank: {} }}", rank.worker.0, rank.rank.0);
+                let shown = format!(
+                    "WorkerWithDpRank {{ worker_id: {}, dp_rank: {} }}",
+                    rank.worker.0, rank.rank.0
+                );
                 if is_error(expected) {
                     return json!({ "error": format!("Worker {shown} not found") });
                 }
@@ -431,7 +544,10 @@ impl Bench {
     fn follow(&mut self, told: Told) {
         let now = self.now.clone();
         let router = told.router();
-        let other = self.others.entry(router).or_insert_with(|| Other::new(router, now));
+        let other = self
+            .others
+            .entry(router)
+            .or_insert_with(|| Other::new(router, now));
         other.run(told);
         let batches = other.batches();
         for batch in batches {
@@ -443,7 +559,8 @@ impl Bench {
 
     fn receive(&mut self, router: u64, batch: &Batch) {
         let batch = Batch::decode(&batch.encode_to_vec()[..]).unwrap();
-        let outcome = self.with_peers(|peers, world, now, random| peers.hear(batch, world, now, random));
+        let outcome =
+            self.with_peers(|peers, world, now, random| peers.hear(batch, world, now, random));
         if !outcome.wishes.contains(&Wish::Ask(ReplicaId(router))) {
             return;
         }
@@ -454,8 +571,13 @@ impl Bench {
     }
 
     /// Changes what is known of other routers, as the task of the replica does.
-    fn with_peers(&mut self, work: impl FnOnce(&mut Peers, &World<'_>, Instant, &mut SmallRng) -> Outcome) -> Outcome {
-        let Some(peers) = &mut self.peers else { return Outcome::default() };
+    fn with_peers(
+        &mut self,
+        work: impl FnOnce(&mut Peers, &World<'_>, Instant, &mut SmallRng) -> Outcome,
+    ) -> Outcome {
+        let Some(peers) = &mut self.peers else {
+            return Outcome::default();
+        };
         let fleet = &self.fleet;
         let world = World {
             load: &self.tracker,
@@ -509,11 +631,17 @@ impl Bench {
 }
 
 fn is_error(expected: &Value) -> bool {
-    expected.as_object().is_some_and(|fields| fields.keys().eq(["error"]))
+    expected
+        .as_object()
+        .is_some_and(|fields| fields.keys().eq(["error"]))
 }
 
 fn changed(change: Change) -> Value {
-    json!(if change == Change::Applied { "Applied" } else { "NoChange" })
+    json!(if change == Change::Applied {
+        "Applied"
+    } else {
+        "NoChange"
+    })
 }
 
 fn sorted(mut state: Vec<State>) -> Vec<State> {
@@ -522,7 +650,12 @@ fn sorted(mut state: Vec<State>) -> Vec<State> {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), check)
+    run_cases(
+        text,
+        DEVIATIONS,
+        |case: &Case| case.description.clone(),
+        check,
+    )
 }
 
 fn check(case: Case, check: &mut Check) {
@@ -530,7 +663,11 @@ fn check(case: Case, check: &mut Check) {
     for (at, step) in case.steps.into_iter().enumerate() {
         let result = bench.run(step.step, &step.result);
         check.same(format_args!("result of step {at}"), result, step.result);
-        check.same(format_args!("state after step {at}"), bench.state(), sorted(step.state_after));
+        check.same(
+            format_args!("state after step {at}"),
+            bench.state(),
+            sorted(step.state_after),
+        );
         let elapsed = bench.tracker.now() - bench.start;
         assert_eq!(elapsed.as_millis(), u128::from(step.elapsed_ms_since_start));
     }

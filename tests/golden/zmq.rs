@@ -4,7 +4,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute::block::EngineHash;
 use warmroute::index::KvEvent;
-use warmroute::kv_events::wire::{self, Batch, Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
+use warmroute::kv_events::wire::{
+    self, Batch, Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored,
+};
 use warmroute::kv_events::{Converted, MediaTokens, Normalizer};
 use warmroute::tier::Tier;
 use warmroute::worker::BlockSize;
@@ -86,7 +88,10 @@ struct ObjectCase {
 }
 
 fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+    (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+        .collect()
 }
 
 fn hex(number: u64) -> Value {
@@ -94,12 +99,20 @@ fn hex(number: u64) -> Value {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), |case, comparisons| check(&case, comparisons))
+    run_cases(
+        text,
+        DEVIATIONS,
+        |case: &Case| case.description.clone(),
+        |case, comparisons| check(&case, comparisons),
+    )
 }
 
 fn check(case: &Case, check: &mut Check) {
     let size = BlockSize::new(case.kv_block_size).unwrap();
-    let media = MediaTokens { image: case.image_token_id, video: case.video_token_id };
+    let media = MediaTokens {
+        image: case.image_token_id,
+        video: case.video_token_id,
+    };
     let mut normalizer = Normalizer::new(size, media);
     let mut next_id = 0u64;
     for (nth, batch) in case.batches.iter().enumerate() {
@@ -116,7 +129,11 @@ fn check(case: &Case, check: &mut Check) {
         for (at, (event, expected)) in decoded.events.iter().zip(&expected.events).enumerate() {
             let place = format!("batch {nth}, event {at}");
             check_decoded(&place, event, &expected.decoded);
-            let ours = result(normalizer.convert(event), decoded.rank.unwrap_or(case.listener_dp_rank), &mut next_id);
+            let ours = result(
+                normalizer.convert(event),
+                decoded.rank.unwrap_or(case.listener_dp_rank),
+                &mut next_id,
+            );
             check_media(&place, event, &expected.result);
             check.same(place, ours, comparable(&expected.result));
         }
@@ -127,8 +144,15 @@ fn check(case: &Case, check: &mut Check) {
 fn check_media(place: &str, event: &Event, expected: &Value) {
     let Event::Stored(stored) = event else { return };
     let media = stored.media.clone().unwrap_or_else(|| marked(stored));
-    let blocks = expected["event"]["data"]["blocks"].as_array().cloned().unwrap_or_default();
-    for (at, block) in blocks.iter().enumerate().filter(|(_, block)| !block["mm_hashes"].is_null()) {
+    let blocks = expected["event"]["data"]["blocks"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
+    for (at, block) in blocks
+        .iter()
+        .enumerate()
+        .filter(|(_, block)| !block["mm_hashes"].is_null())
+    {
         let ours: Vec<Value> = media[at].iter().copied().map(hex).collect();
         assert_eq!(json!(ours), block["mm_hashes"], "{place}, block {at}");
     }
@@ -144,7 +168,10 @@ fn check_batch(batch: &Batch, expected: &Decoded, listener: u32) {
 /// Fails on a field that no check knows.
 fn only(value: &Value, fields: &[&str]) {
     for field in value.as_object().unwrap().keys() {
-        assert!(fields.contains(&field.as_str()), "unknown field {field:?} in {value}");
+        assert!(
+            fields.contains(&field.as_str()),
+            "unknown field {field:?} in {value}"
+        );
     }
 }
 
@@ -160,15 +187,25 @@ fn check_decoded(name: &str, event: &Event, expected: &Value) {
         let matches = match field.as_str() {
             "type" => json!(kind) == *expected,
             "block_hashes" => {
-                let hashes = expected.as_array().unwrap().iter().map(|value| hash(name, value)).collect::<Vec<_>>();
+                let hashes = expected
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .map(|value| hash(name, value))
+                    .collect::<Vec<_>>();
                 match event {
                     Event::Stored(stored) => stored.hashes == hashes,
-                    Event::Removed { hashes: removed, .. } => *removed == hashes,
+                    Event::Removed {
+                        hashes: removed, ..
+                    } => *removed == hashes,
                     _ => false,
                 }
             }
             "ownership" if kind == "AllBlocksCleared" => {
-                *event == Event::Cleared { ownership: Ownership::from(expected.as_str().unwrap()) }
+                *event
+                    == Event::Cleared {
+                        ownership: Ownership::from(expected.as_str().unwrap()),
+                    }
             }
             "group_idx" | "kv_cache_spec_kind" | "medium" | "locality" | "ownership" => {
                 is_of_origin(event, field, expected)
@@ -206,20 +243,37 @@ fn is_of_origin(event: &Event, field: &str, expected: &Value) -> bool {
 /// Objects that are named by marks in the extra keys.
 fn marked(stored: &Stored) -> Vec<Vec<u64>> {
     let hash = |key: &ExtraKey| match key {
-        ExtraKey::Text(text) => text.strip_suffix(&"0".repeat(48)).and_then(|hex| u64::from_str_radix(hex, 16).ok()),
+        ExtraKey::Text(text) => text
+            .strip_suffix(&"0".repeat(48))
+            .and_then(|hex| u64::from_str_radix(hex, 16).ok()),
         _ => None,
     };
-    stored.extra_keys.iter().map(|keys| keys.iter().filter_map(hash).collect()).collect()
+    stored
+        .extra_keys
+        .iter()
+        .map(|keys| keys.iter().filter_map(hash).collect())
+        .collect()
 }
 
 fn is_of_store(name: &str, event: &Event, field: &str, expected: &Value) -> bool {
-    let Event::Stored(stored) = event else { return false };
+    let Event::Stored(stored) = event else {
+        return false;
+    };
     let media = |blocks: &Value| {
         let objects = |block: &Value| {
             let block: Option<MediaCase> = serde_json::from_value(block.clone()).unwrap();
-            block.into_iter().flat_map(|block| block.mm_objects).map(|object| object.mm_hash).collect::<Vec<_>>()
+            block
+                .into_iter()
+                .flat_map(|block| block.mm_objects)
+                .map(|object| object.mm_hash)
+                .collect::<Vec<_>>()
         };
-        blocks.as_array().unwrap().iter().map(objects).collect::<Vec<_>>()
+        blocks
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(objects)
+            .collect::<Vec<_>>()
     };
     match field {
         "parent_block_hash" => stored.parent == (!expected.is_null()).then(|| hash(name, expected)),
@@ -243,7 +297,9 @@ fn is_of_store(name: &str, event: &Event, field: &str, expected: &Value) -> bool
 /// Our result in the words of the golden file; an event that counts takes the next number, a filtered one takes none.
 fn result(converted: Converted, rank: u32, next_id: &mut u64) -> Value {
     let event = match converted {
-        Converted::Filtered(reason) | Converted::Group(reason, _) => return json!({ "filtered": reason.as_str() }),
+        Converted::Filtered(reason) | Converted::Group(reason, _) => {
+            return json!({ "filtered": reason.as_str() });
+        }
         Converted::Event(event) => event,
         Converted::Resized(anew) => return result(*anew, rank, next_id),
         Converted::Regrouped(events, _) => panic!("no case has smaller blocks: {events:?}"),
@@ -255,16 +311,26 @@ fn result(converted: Converted, rank: u32, next_id: &mut u64) -> Value {
         Tier::External => "External",
     };
     let (data, tier) = match event {
-        KvEvent::Stored { parent, blocks, tier: of } => {
+        KvEvent::Stored {
+            parent,
+            blocks,
+            tier: of,
+        } => {
             let blocks: Vec<Value> = blocks
                 .iter()
                 .map(|block| json!({ "block_hash": hex(block.engine.0), "local_hash": hex(block.local.0) }))
                 .collect();
-            (json!({ "type": "stored", "parent_block_hash": parent.map(|p| hex(p.0)), "blocks": blocks }), tier(of))
+            (
+                json!({ "type": "stored", "parent_block_hash": parent.map(|p| hex(p.0)), "blocks": blocks }),
+                tier(of),
+            )
         }
         KvEvent::Removed { blocks, tier: of } => {
             let blocks: Vec<Value> = blocks.iter().map(|block| hex(block.0)).collect();
-            (json!({ "type": "removed", "block_hashes": blocks }), tier(of))
+            (
+                json!({ "type": "removed", "block_hashes": blocks }),
+                tier(of),
+            )
         }
         KvEvent::Cleared => (json!({ "type": "cleared" }), "Device"),
         group => panic!("{group:?} tells of no prefix"),
@@ -281,8 +347,17 @@ fn comparable(expected: &Value) -> Value {
     if let Some(event) = expected.get_mut("event").and_then(Value::as_object_mut) {
         event.remove("session_id");
         let data = event["data"].as_object_mut().unwrap();
-        assert_eq!(data.remove("start_position").unwrap_or_default(), Value::Null, "nobody names positions");
-        for block in data.get_mut("blocks").and_then(Value::as_array_mut).into_iter().flatten() {
+        assert_eq!(
+            data.remove("start_position").unwrap_or_default(),
+            Value::Null,
+            "nobody names positions"
+        );
+        for block in data
+            .get_mut("blocks")
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
             block.as_object_mut().unwrap().remove("mm_hashes");
         }
     }

@@ -27,7 +27,9 @@ fn vllm(name: &str, ip: &str) -> Value {
 
 /// `discovery_up` stays as it is.
 async fn up_stays(follows: &Follows, up: i64, period: Duration) {
-    let label = SourceLabel { source: SOURCE.to_owned() };
+    let label = SourceLabel {
+        source: SOURCE.to_owned(),
+    };
     let end = tokio::time::Instant::now() + period;
     while tokio::time::Instant::now() < end {
         assert_eq!(follows.metrics.discovery_up.get_or_create(&label).get(), up);
@@ -65,11 +67,17 @@ async fn unavailable_api_server_is_reported_and_retried() {
     up_stays(&follows, 0, Duration::from_secs(5)).await;
     // `Retry-After` is 2 s, the jitter is more.
     let requests = server.requests() - before;
-    assert!((2..=4).contains(&requests), "{requests} requests within 5 s");
+    assert!(
+        (2..=4).contains(&requests),
+        "{requests} requests within 5 s"
+    );
     server.put("pods", vllm("b", "10.0.0.2"));
     server.fail_with(None);
     let found = async || follows.fleet().is_some_and(|fleet| fleet.len() == 2);
-    assert!(until(Duration::from_secs(10), found).await, "retried too late");
+    assert!(
+        until(Duration::from_secs(10), found).await,
+        "retried too late"
+    );
     follows.up_is(SOURCE, 1).await;
 }
 
@@ -88,7 +96,9 @@ async fn forbidden_watch_backs_off_and_is_not_up() {
     server.forbid_watch("pods", false);
     follows.up_is(SOURCE, 1).await;
     server.put("pods", vllm("c", "10.0.0.3"));
-    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"]).await;
+    follows
+        .is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"])
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -128,7 +138,10 @@ async fn expired_lists_back_off_and_are_not_up() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unreadable_pod_is_left_out() {
     let server = ApiServer::start().await;
-    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put(
+        "inferencepools",
+        pool("p", &json!({"app": "vllm"}), &[8000]),
+    );
     server.put("pods", vllm("a", "10.0.0.1"));
     // The API server accepts such an address.
     server.put("pods", vllm("odd", "010.000.001.007"));
@@ -136,18 +149,30 @@ async fn unreadable_pod_is_left_out() {
     follows.is(&["a 10.0.0.1:8000"]).await;
     server.put("pods", vllm("b", "10.0.0.2"));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
-    server.change("pods", "b", |pod| pod["status"]["podIP"] = json!("10.0.0.256"));
+    server.change("pods", "b", |pod| {
+        pod["status"]["podIP"] = json!("10.0.0.256")
+    });
     server.put("pods", vllm("c", "10.0.0.3"));
     follows.is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000"]).await;
-    server.change("pods", "odd", |pod| pod["status"]["podIP"] = json!("10.0.1.7"));
-    follows.is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000", "odd 10.0.1.7:8000"]).await;
+    server.change("pods", "odd", |pod| {
+        pod["status"]["podIP"] = json!("10.0.1.7")
+    });
+    follows
+        .is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000", "odd 10.0.1.7:8000"])
+        .await;
     follows.up_is("kubernetes p", 1).await;
     // An unreadable pool keeps the last known selector.
-    server.change("inferencepools", "p", |pool| pool["spec"]["targetPorts"] = json!([{"number": 80_000}]));
+    server.change("inferencepools", "p", |pool| {
+        pool["spec"]["targetPorts"] = json!([{"number": 80_000}])
+    });
     follows.up_is("kubernetes p", 0).await;
     assert_eq!(follows.fleet().unwrap().len(), 3);
-    server.change("inferencepools", "p", |pool| pool["spec"]["targetPorts"] = json!([{"number": 8001}]));
-    follows.is(&["a 10.0.0.1:8001", "c 10.0.0.3:8001", "odd 10.0.1.7:8001"]).await;
+    server.change("inferencepools", "p", |pool| {
+        pool["spec"]["targetPorts"] = json!([{"number": 8001}])
+    });
+    follows
+        .is(&["a 10.0.0.1:8001", "c 10.0.0.3:8001", "odd 10.0.1.7:8001"])
+        .await;
     follows.up_is("kubernetes p", 1).await;
 }
 
@@ -157,10 +182,21 @@ async fn quiet_cluster_advances_success_timestamp() {
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = Follows::start(&server, &selected());
     follows.up_is(SOURCE, 1).await;
-    let label = SourceLabel { source: SOURCE.to_owned() };
-    let timestamp = || follows.metrics.discovery_success_timestamp_seconds.get_or_create(&label).get();
+    let label = SourceLabel {
+        source: SOURCE.to_owned(),
+    };
+    let timestamp = || {
+        follows
+            .metrics
+            .discovery_success_timestamp_seconds
+            .get_or_create(&label)
+            .get()
+    };
     let before = timestamp();
-    assert!(until(PATIENCE, async || timestamp() > before + 2.0).await, "{before} stands still");
+    assert!(
+        until(PATIENCE, async || timestamp() > before + 2.0).await,
+        "{before} stands still"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -169,31 +205,54 @@ async fn object_without_spec_is_left_out() {
     let mut empty = object(OBJECTIVES, "empty", "2026-01-01", &json!({}));
     empty.as_object_mut().unwrap().remove("spec");
     server.put(OBJECTIVES, empty);
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.put(
+        OBJECTIVES,
+        object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)),
+    );
     let mut no_rules = object(REWRITES, "empty", "2026-01-01", &json!({}));
     no_rules.as_object_mut().unwrap().remove("spec");
     server.put(REWRITES, no_rules);
     let targets = json!([{"modelRewrite": "b"}]);
-    server.put(REWRITES, object(REWRITES, "canary", "2026-01-01", &rewrite("p", &["a"], &targets)));
+    server.put(
+        REWRITES,
+        object(
+            REWRITES,
+            "canary",
+            "2026-01-01",
+            &rewrite("p", &["a"], &targets),
+        ),
+    );
     server.forbid(OBJECTIVES, false);
     server.forbid(REWRITES, false);
     let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
     let rewrites = "InferenceModelRewrite: followed as llm-d.ai/v1alpha2";
     let objectives = "InferenceObjective: followed as llm-d.ai/v1alpha2";
     let canary = r#"p inference/canary ["a"] [("b", None)]"#;
-    follows.is(&[rewrites, objectives, "p gold 5", canary]).await;
+    follows
+        .is(&[rewrites, objectives, "p gold 5", canary])
+        .await;
     let page = serde_json::to_string(&*follows.rules.borrow()).unwrap();
-    assert!(page.contains("InferenceObjective inference/empty cannot be read"), "{page}");
+    assert!(
+        page.contains("InferenceObjective inference/empty cannot be read"),
+        "{page}"
+    );
     assert!(page.contains("missing field `spec`"), "{page}");
-    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(7));
-    follows.is(&[rewrites, objectives, "p gold 7", canary]).await;
+    server.change(OBJECTIVES, "gold", |object| {
+        object["spec"]["priority"] = json!(7)
+    });
+    follows
+        .is(&[rewrites, objectives, "p gold 7", canary])
+        .await;
 }
 
 /// An API server that restarts answers 403 until its caches are filled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn momentary_403_does_not_suspend_objectives() {
     let mut server = ApiServer::start().await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.put(
+        OBJECTIVES,
+        object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)),
+    );
     server.forbid(OBJECTIVES, false);
     let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
     let rewrites = "InferenceModelRewrite: forbidden";
@@ -204,7 +263,9 @@ async fn momentary_403_does_not_suspend_objectives() {
     server.resume().await;
     let refused = server.refused(OBJECTIVES);
     assert!(until(PATIENCE, async || server.refused(OBJECTIVES) > refused + 1).await);
-    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(7));
+    server.change(OBJECTIVES, "gold", |object| {
+        object["spec"]["priority"] = json!(7)
+    });
     server.forbid(OBJECTIVES, false);
     follows.is(&[rewrites, objectives, "p gold 7"]).await;
 }
@@ -212,25 +273,49 @@ async fn momentary_403_does_not_suspend_objectives() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn objectives_without_right_to_watch_are_reported() {
     let server = ApiServer::start().await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.put(
+        OBJECTIVES,
+        object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)),
+    );
     server.forbid(OBJECTIVES, false);
     server.forbid_watch(OBJECTIVES, true);
     let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
     let page = || serde_json::to_string(&*follows.rules.borrow()).unwrap();
-    assert!(until(PATIENCE, async || page().contains("needs the verb `watch`")).await, "{}", page());
-    assert!(page().contains("gold") && !page().contains("followed as"), "{}", page());
+    assert!(
+        until(PATIENCE, async || page().contains("needs the verb `watch`")).await,
+        "{}",
+        page()
+    );
+    assert!(
+        page().contains("gold") && !page().contains("followed as"),
+        "{}",
+        page()
+    );
     let requests = server.requests();
     tokio::time::sleep(Duration::from_secs(3)).await;
     // Those for the forbidden InferenceModelRewrites included.
-    assert!(server.requests() - requests <= 24, "{} requests within 3 s", server.requests() - requests);
+    assert!(
+        server.requests() - requests <= 24,
+        "{} requests within 3 s",
+        server.requests() - requests
+    );
     server.forbid_watch(OBJECTIVES, false);
-    assert!(until(PATIENCE, async || page().contains("followed as llm-d.ai/v1alpha2")).await, "{}", page());
+    assert!(
+        until(PATIENCE, async || page()
+            .contains("followed as llm-d.ai/v1alpha2"))
+        .await,
+        "{}",
+        page()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn objects_are_used_without_any_watch() {
     let server = ApiServer::start().await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.put(
+        OBJECTIVES,
+        object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)),
+    );
     for kind in [OBJECTIVES, REWRITES] {
         server.forbid(kind, false);
         server.forbid_watch(kind, true);
@@ -239,7 +324,9 @@ async fn objects_are_used_without_any_watch() {
     let rewrites = "InferenceModelRewrite: listed as llm-d.ai/v1alpha2, and not watched";
     let objectives = "InferenceObjective: listed as llm-d.ai/v1alpha2, and not watched";
     follows.is(&[rewrites, objectives, "p gold 5"]).await;
-    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(7));
+    server.change(OBJECTIVES, "gold", |object| {
+        object["spec"]["priority"] = json!(7)
+    });
     follows.is(&[rewrites, objectives, "p gold 7"]).await;
 }
 
@@ -247,12 +334,23 @@ async fn objects_are_used_without_any_watch() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn momentary_403_at_start_is_retried() {
     let server = ApiServer::start().await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.put(
+        OBJECTIVES,
+        object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)),
+    );
     let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
     let rewrites = "InferenceModelRewrite: forbidden";
-    follows.is(&[rewrites, "InferenceObjective: forbidden"]).await;
+    follows
+        .is(&[rewrites, "InferenceObjective: forbidden"])
+        .await;
     server.forbid(OBJECTIVES, false);
-    follows.is(&[rewrites, "InferenceObjective: followed as llm-d.ai/v1alpha2", "p gold 5"]).await;
+    follows
+        .is(&[
+            rewrites,
+            "InferenceObjective: followed as llm-d.ai/v1alpha2",
+            "p gold 5",
+        ])
+        .await;
 }
 
 /// A kubeconfig that names files.
@@ -262,7 +360,9 @@ struct Credentials {
 
 impl Credentials {
     fn new(server: &ApiServer) -> Self {
-        let credentials = Self { dir: tempfile::tempdir().unwrap() };
+        let credentials = Self {
+            dir: tempfile::tempdir().unwrap(),
+        };
         credentials.write("token", &format!("{TOKEN}\n"));
         credentials.write("ca.crt", &server.authority());
         credentials
@@ -282,8 +382,7 @@ impl Credentials {
     fn kubeconfig(&self, server: &ApiServer) -> Value {
         let mut kubeconfig = server.kubeconfig(TOKEN);
         kubeconfig["users"][0]["user"] = json!({"tokenFile": self.path("token")});
-        kubeconfig["clusters"][0]["cluster"] =
-            json!({"server": format!("https://{}", server.address), "certificate-authority": self.path("ca.crt")});
+        kubeconfig["clusters"][0]["cluster"] = json!({"server": format!("https://{}", server.address), "certificate-authority": self.path("ca.crt")});
         kubeconfig
     }
 }
@@ -326,17 +425,36 @@ async fn failures_name_their_cause_and_place() {
     };
     let kubeconfig = credentials.path("config");
     std::fs::write(&kubeconfig, credentials.kubeconfig(&server).to_string()).unwrap();
-    let failure = async || format!("{:#}", kubernetes::look(&config(&kubeconfig), &[]).await.unwrap_err());
+    let failure = async || {
+        format!(
+            "{:#}",
+            kubernetes::look(&config(&kubeconfig), &[])
+                .await
+                .unwrap_err()
+        )
+    };
     let check = async |parts: &[&str]| {
         let text = failure().await;
-        assert!(parts.iter().all(|part| text.contains(part)), "{text}: not {parts:?}");
+        assert!(
+            parts.iter().all(|part| text.contains(part)),
+            "{text}: not {parts:?}"
+        );
     };
     let address = server.address.to_string();
     server.uninstall("inferencepools", true);
-    check(&["InferencePool of inference.networking.k8s.io/v1 is not installed", &address]).await;
+    check(&[
+        "InferencePool of inference.networking.k8s.io/v1 is not installed",
+        &address,
+    ])
+    .await;
     server.uninstall("inferencepools", false);
     server.forbid("inferencepools", true);
-    check(&["403", "the verb `list` for inferencepools", "namespace inference"]).await;
+    check(&[
+        "403",
+        "the verb `list` for inferencepools",
+        "namespace inference",
+    ])
+    .await;
     credentials.write("token", "another-token");
     check(&["401", credentials.path("token").to_str().unwrap()]).await;
     credentials.write("token", "\n");
@@ -346,9 +464,18 @@ async fn failures_name_their_cause_and_place() {
     server.stop().await;
     server.replace_certificate();
     server.resume().await;
-    check(&["certificate", credentials.path("ca.crt").to_str().unwrap(), &address]).await;
+    check(&[
+        "certificate",
+        credentials.path("ca.crt").to_str().unwrap(),
+        &address,
+    ])
+    .await;
     credentials.write("ca.crt", "no certificate");
-    check(&["contains no certificate", credentials.path("ca.crt").to_str().unwrap()]).await;
+    check(&[
+        "contains no certificate",
+        credentials.path("ca.crt").to_str().unwrap(),
+    ])
+    .await;
     credentials.write("ca.crt", &authority);
     server.stop().await;
     check(&["Connection refused", &address]).await;
@@ -365,14 +492,24 @@ async fn doctor(dir: &Path, kubeconfig: &Value, pools: &Value) -> (i32, Vec<Valu
     std::fs::write(dir.join("warmroute.yaml"), config.to_string()).unwrap();
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
     let output = command
-        .args(["doctor", "--json", "--no-canary", "--patience", "2s", "--config"])
+        .args([
+            "doctor",
+            "--json",
+            "--no-canary",
+            "--patience",
+            "2s",
+            "--config",
+        ])
         .arg(dir.join("warmroute.yaml"))
         .output()
         .await
         .unwrap();
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let page: Value = serde_json::from_slice(&output.stdout).expect(&text);
-    (output.status.code().unwrap(), page["findings"].as_array().unwrap().clone())
+    (
+        output.status.code().unwrap(),
+        page["findings"].as_array().unwrap().clone(),
+    )
 }
 
 #[track_caller]
@@ -380,20 +517,39 @@ fn has(findings: &[Value], level: &str, subject: &str, words: &str) {
     let found = findings.iter().any(|one| {
         one["level"] == level
             && one["subject"] == subject
-            && format!("{} {}", one["seen"].as_str().unwrap(), one["mend"].as_str().unwrap_or_default()).contains(words)
+            && format!(
+                "{} {}",
+                one["seen"].as_str().unwrap(),
+                one["mend"].as_str().unwrap_or_default()
+            )
+            .contains(words)
     });
-    assert!(found, "no {level} of {subject} with {words:?}: {findings:#?}");
+    assert!(
+        found,
+        "no {level} of {subject} with {words:?}: {findings:#?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn doctor_reports_each_kubernetes_fault_and_goes_on() {
     let mut server = ApiServer::start().await;
-    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put(
+        "inferencepools",
+        pool("p", &json!({"app": "vllm"}), &[8000]),
+    );
     server.put("pods", vllm("a", "127.0.0.1"));
     let mut starting = vllm("starting", "10.0.0.2");
-    starting["status"]["conditions"][1] = json!({"type": "Ready", "status": "False", "reason": "ContainersNotReady"});
+    starting["status"]["conditions"][1] =
+        json!({"type": "Ready", "status": "False", "reason": "ContainersNotReady"});
     server.put("pods", starting);
-    server.put("pods", pod("encoder", "10.0.0.3", &json!({"app": "vllm", "llm-d.ai/role": "encode"})));
+    server.put(
+        "pods",
+        pod(
+            "encoder",
+            "10.0.0.3",
+            &json!({"app": "vllm", "llm-d.ai/role": "encode"}),
+        ),
+    );
     server.put("pods", vllm("odd", "010.000.001.007"));
     let dir = tempfile::tempdir().unwrap();
     let pools = json!([{"name": "p"}, {"name": "absent"}]);
@@ -406,19 +562,44 @@ async fn doctor_reports_each_kubernetes_fault_and_goes_on() {
         "pool p",
         "1 of 4 pods not ready: inference/starting: its condition Ready is False (Contain",
     );
-    has(&findings, "warning", "pool p", "pod inference/encoder: its role `encode`");
-    has(&findings, "warning", "pool p", "pod inference/odd cannot be read");
+    has(
+        &findings,
+        "warning",
+        "pool p",
+        "pod inference/encoder: its role `encode`",
+    );
+    has(
+        &findings,
+        "warning",
+        "pool p",
+        "pod inference/odd cannot be read",
+    );
     has(&findings, "ok", "pool p", "may list and watch");
-    has(&findings, "error", "pool absent", "there is no such InferencePool");
+    has(
+        &findings,
+        "error",
+        "pool absent",
+        "there is no such InferencePool",
+    );
     // The rest is examined as well, under the names of the pods.
-    has(&findings, "error", "pod inference/a", "the ports of the pool p");
+    has(
+        &findings,
+        "error",
+        "pod inference/a",
+        "the ports of the pool p",
+    );
     has(&findings, "skipped", "Envoy", "admin page");
     server.forbid_watch("pods", true);
     server.forbid("inferencepools", true);
     let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
     assert_eq!(code, 2);
     has(&findings, "error", "pool p", "add the verb to the Role");
-    has(&findings, "error", "pool p", "may not watch pods, list inferencepools.inference.networking.k8s.io, watch");
+    has(
+        &findings,
+        "error",
+        "pool p",
+        "may not watch pods, list inferencepools.inference.networking.k8s.io, watch",
+    );
     let (code, findings) = doctor(dir.path(), &server.kubeconfig("another-token"), &pools).await;
     assert_eq!(code, 2);
     has(&findings, "error", "pool p", "401 Unauthorized");
@@ -427,7 +608,11 @@ async fn doctor_reports_each_kubernetes_fault_and_goes_on() {
     let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
     assert_eq!(code, 2);
     has(&findings, "error", "pool p", "no answer within 2 s");
-    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    assert!(
+        begun.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        begun.elapsed()
+    );
     server.stop().await;
     let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
     assert_eq!(code, 2);

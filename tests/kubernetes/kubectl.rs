@@ -19,17 +19,34 @@ async fn kubectl_reads_the_same_objects() {
         let kubeconfig = dir.path().join("config");
         std::fs::write(&kubeconfig, server.kubeconfig(token).to_string()).unwrap();
         let mut command = tokio::process::Command::from(KUBECTL.command().unwrap());
-        command.arg("--kubeconfig").arg(kubeconfig).arg("--cache-dir").arg(dir.path()).env("HOME", dir.path());
-        command.args(["get", "-o", "json"]).args(arguments).output().await.unwrap()
+        command
+            .arg("--kubeconfig")
+            .arg(kubeconfig)
+            .arg("--cache-dir")
+            .arg(dir.path())
+            .env("HOME", dir.path());
+        command
+            .args(["get", "-o", "json"])
+            .args(arguments)
+            .output()
+            .await
+            .unwrap()
     };
     let items = async |arguments: &[&str]| -> Vec<Value> {
         let output = run(TOKEN, arguments).await;
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         let list: Value = serde_json::from_slice(&output.stdout).unwrap();
         list["items"].as_array().unwrap().clone()
     };
     let found = items(&["pods", "-l", "app=vllm"]).await;
-    let names: Vec<&str> = found.iter().map(|pod| pod["metadata"]["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> = found
+        .iter()
+        .map(|pod| pod["metadata"]["name"].as_str().unwrap())
+        .collect();
     assert_eq!(names, ["a", "b"]);
     let mut expected = pod("b", "2001:db8::2", &labels);
     expected["metadata"]["resourceVersion"] = found[1]["metadata"]["resourceVersion"].clone();
@@ -39,8 +56,14 @@ async fn kubectl_reads_the_same_objects() {
     // Nor do the refusals differ.
     let refused = run("another-token", &["pods", "-l", "app=vllm"]).await;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(!refused.status.success() && said.contains("Unauthorized"), "{said}");
+    assert!(
+        !refused.status.success() && said.contains("Unauthorized"),
+        "{said}"
+    );
     let refused = run(TOKEN, &["pods", "-l", "app=vllm", "--all-namespaces"]).await;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(!refused.status.success() && said.contains("Forbidden"), "{said}");
+    assert!(
+        !refused.status.success() && said.contains("Forbidden"),
+        "{said}"
+    );
 }

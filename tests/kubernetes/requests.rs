@@ -33,7 +33,10 @@ pub(crate) fn objective(pool: &str, priority: i64) -> Value {
 }
 
 pub(crate) fn rewrite(pool: &str, models: &[&str], targets: &Value) -> Value {
-    let matches: Vec<Value> = models.iter().map(|m| json!({"model": {"type": "Exact", "value": m}})).collect();
+    let matches: Vec<Value> = models
+        .iter()
+        .map(|m| json!({"model": {"type": "Exact", "value": m}}))
+        .collect();
     json!({"poolRef": {"name": pool}, "rules": [{"matches": matches, "targets": targets}]})
 }
 
@@ -55,26 +58,45 @@ impl Follows {
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = dir.path().join("config");
         std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
-        let config = json!({"pools": pools, "kubeconfig": kubeconfig, "silence": "1s", "look_again": again});
+        let config =
+            json!({"pools": pools, "kubeconfig": kubeconfig, "silence": "1s", "look_again": again});
         let config: KubernetesConfig = serde_json::from_value(config).unwrap();
         let (told, rules) = watch::channel(None);
         let task = tokio::spawn(async move {
-            kubernetes::watch_rules(&config, |rules| _ = told.send_replace(Some(rules))).await.unwrap();
+            kubernetes::watch_rules(&config, |rules| _ = told.send_replace(Some(rules)))
+                .await
+                .unwrap();
         });
-        Self { rules, task, _dir: dir }
+        Self {
+            rules,
+            task,
+            _dir: dir,
+        }
     }
 
     /// How it is with both kinds, and the objectives and rules there are.
     fn now(&self) -> Option<Vec<String>> {
         let rules = self.rules.borrow().clone()?;
-        let objects = rules.objects.iter().map(|followed| format!("{}: {}", followed.kind, followed.standing));
-        let objectives = rules.objectives.iter().map(|o| format!("{} {} {}", o.pool, o.name, o.priority));
-        let rewrites = rules.rewrites.iter().map(|r| format!("{} {} {:?} {:?}", r.pool, r.object, r.models, r.to));
+        let objects = rules
+            .objects
+            .iter()
+            .map(|followed| format!("{}: {}", followed.kind, followed.standing));
+        let objectives = rules
+            .objectives
+            .iter()
+            .map(|o| format!("{} {} {}", o.pool, o.name, o.priority));
+        let rewrites = rules
+            .rewrites
+            .iter()
+            .map(|r| format!("{} {} {:?} {:?}", r.pool, r.object, r.models, r.to));
         Some(objects.chain(objectives).chain(rewrites).collect())
     }
 
     pub(crate) async fn is(&self, expected: &[&str]) {
-        let found = until(PATIENCE, async || self.now().is_some_and(|now| now == expected)).await;
+        let found = until(PATIENCE, async || {
+            self.now().is_some_and(|now| now == expected)
+        })
+        .await;
         assert!(found, "{:#?}, not {expected:#?}", self.now());
     }
 }
@@ -83,14 +105,40 @@ impl Follows {
 async fn rules_are_read_by_the_age_of_their_objects() {
     let server = ApiServer::start().await;
     let equal = json!([{"modelRewrite": "b"}, {"modelRewrite": "c", "weight": 0}]);
-    server.put(OLD_REWRITES, object(OLD_REWRITES, "young", "2026-02-01", &rewrite("p", &["a"], &equal)));
+    server.put(
+        OLD_REWRITES,
+        object(
+            OLD_REWRITES,
+            "young",
+            "2026-02-01",
+            &rewrite("p", &["a"], &equal),
+        ),
+    );
     let weighted = json!([{"modelRewrite": "d", "weight": 9}]);
-    server.put(OLD_REWRITES, object(OLD_REWRITES, "zz-old", "2026-01-01", &rewrite("p", &[], &weighted)));
-    server.put(OLD_REWRITES, object(OLD_REWRITES, "foreign", "2026-01-01", &rewrite("q", &[], &weighted)));
+    server.put(
+        OLD_REWRITES,
+        object(
+            OLD_REWRITES,
+            "zz-old",
+            "2026-01-01",
+            &rewrite("p", &[], &weighted),
+        ),
+    );
+    server.put(
+        OLD_REWRITES,
+        object(
+            OLD_REWRITES,
+            "foreign",
+            "2026-01-01",
+            &rewrite("q", &[], &weighted),
+        ),
+    );
     server.forbid(OLD_REWRITES, false);
     let follows = Follows::start(&server, &json!([{"name": "p"}, {"name": "o"}]), "1h");
-    let standing =
-        ["InferenceModelRewrite: followed as inference.networking.x-k8s.io/v1alpha2", "InferenceObjective: forbidden"];
+    let standing = [
+        "InferenceModelRewrite: followed as inference.networking.x-k8s.io/v1alpha2",
+        "InferenceObjective: forbidden",
+    ];
     let old = r#"p inference/zz-old [] [("d", Some(9))]"#;
     let young = r#"p inference/young ["a"] [("b", None), ("c", Some(0))]"#;
     follows.is(&[standing[0], standing[1], old, young]).await;
@@ -98,7 +146,13 @@ async fn rules_are_read_by_the_age_of_their_objects() {
     follows.is(&[standing[0], standing[1], young]).await;
     // Labels and ports are no pool that an object could name, and nobody looks for one.
     let refused = server.refused(OBJECTIVES);
-    Follows::start(&server, &json!([{"selector": {"app": "p"}, "ports": [80]}]), "1h").is(&[]).await;
+    Follows::start(
+        &server,
+        &json!([{"selector": {"app": "p"}, "ports": [80]}]),
+        "1h",
+    )
+    .is(&[])
+    .await;
     assert_eq!(server.refused(OBJECTIVES), refused);
     assert_eq!(server.violations(), [""; 0]);
 }
@@ -120,7 +174,8 @@ impl Site {
         }
         let kubeconfig = deployment.run_dir.join("kubeconfig");
         std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
-        let of = |name: &str| json!({"name": name, "worker": {"model": MODEL, "total_kv_blocks": 1000}});
+        let of =
+            |name: &str| json!({"name": name, "worker": {"model": MODEL, "total_kv_blocks": 1000}});
         let mut own = telling(json!({
             "workers_file": null,
             "readiness": {"min_initial_workers": 2},
@@ -129,7 +184,9 @@ impl Site {
                 {"pool": "a", "hosts": ["a.test"]}, {"pool": "b", "hosts": ["*.b.test"]}, {"pool": "b", "paths": ["/b"]},
             ]},
         }));
-        own.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        own.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         deployment.start_router(&own).await.unwrap();
         let config = deployment.envoy_config();
         deployment.start_envoy(&config).await.unwrap();
@@ -146,14 +203,24 @@ impl Site {
         );
         let forwarded = "forwarding_namespaces: {untyped: [envoy.lb]}";
         let config = self.deployment.envoy_config();
-        assert!(config.contains(filters) && config.contains(forwarded), "{config}");
+        assert!(
+            config.contains(filters) && config.contains(forwarded),
+            "{config}"
+        );
         let config = config.replace(filters, &says);
-        let config = config.replace(forwarded, "forwarding_namespaces: {untyped: [envoy.lb, warmroute]}");
+        let config = config.replace(
+            forwarded,
+            "forwarding_namespaces: {untyped: [envoy.lb, warmroute]}",
+        );
         self.deployment.start_envoy(&config).await.unwrap();
     }
 
     async fn ask(&self, headers: &[(&str, &str)], body: &Value) -> Answered {
-        let mut request = self.deployment.http.post(self.deployment.url("/v1/completions")).json(body);
+        let mut request = self
+            .deployment
+            .http
+            .post(self.deployment.url("/v1/completions"))
+            .json(body);
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
@@ -168,7 +235,8 @@ impl Site {
     }
 
     fn allow(&self, kind: &str, name: &str, spec: &Value) {
-        self.server.put(kind, object(kind, name, "2026-01-01", spec));
+        self.server
+            .put(kind, object(kind, name, "2026-01-01", spec));
         self.server.forbid(kind, false);
     }
 }
@@ -196,21 +264,45 @@ async fn a_request_is_for_one_pool_by_its_host_its_path_or_a_header() {
         for _ in 0..4 {
             topic += 1;
             let answer = site.ask(headers, &completion(topic, Some(MODEL))).await;
-            assert_eq!((answer.status.as_u16(), answer.engine()), (200, engine), "{headers:?}");
+            assert_eq!(
+                (answer.status.as_u16(), answer.engine()),
+                (200, engine),
+                "{headers:?}"
+            );
         }
     }
     for topic in 100..120 {
-        engines.insert(site.ask(&[], &completion(topic, Some(MODEL))).await.engine().to_owned());
+        engines.insert(
+            site.ask(&[], &completion(topic, Some(MODEL)))
+                .await
+                .engine()
+                .to_owned(),
+        );
     }
     assert_eq!(engines.len(), 2, "nothing fits, so all are candidates");
-    let refused = site.ask(&[("x-pool", "nobody")], &completion(1, Some(MODEL))).await;
+    let refused = site
+        .ask(&[("x-pool", "nobody")], &completion(1, Some(MODEL)))
+        .await;
     assert_eq!(refused.status.as_u16(), 503);
-    assert!(String::from_utf8_lossy(&refused.body).contains("no_eligible_worker"), "{refused:?}");
+    assert!(
+        String::from_utf8_lossy(&refused.body).contains("no_eligible_worker"),
+        "{refused:?}"
+    );
     // Engines know no paths of that kind, so a gateway would take it away.
     let explained = async |path: &str, pool: &str| -> Value {
-        let question = json!({"path": path, "headers": {"x-pool": pool}, "body": completion(1, Some(MODEL))});
+        let question =
+            json!({"path": path, "headers": {"x-pool": pool}, "body": completion(1, Some(MODEL))});
         let url = site.deployment.admin_url(warmroute::admin::explain::PAGE);
-        site.deployment.http.post(url).json(&question).send().await.unwrap().json().await.unwrap()
+        site.deployment
+            .http
+            .post(url)
+            .json(&question)
+            .send()
+            .await
+            .unwrap()
+            .json()
+            .await
+            .unwrap()
     };
     let page = explained("/b/v1/completions", "").await;
     let excluded: Vec<&str> = page["phases"][0]["judged"]
@@ -219,13 +311,27 @@ async fn a_request_is_for_one_pool_by_its_host_its_path_or_a_header() {
         .iter()
         .map(|judged| judged["excluded"].as_str().unwrap_or("nothing"))
         .collect();
-    assert!(excluded.contains(&"is not of the pool `b`") && excluded.contains(&"nothing"), "{page}");
+    assert!(
+        excluded.contains(&"is not of the pool `b`") && excluded.contains(&"nothing"),
+        "{page}"
+    );
     let page = explained("/v1/completions", "nobody").await;
-    assert!(page["sentence"].as_str().unwrap().contains("it is for the pool `nobody`"), "{page}");
+    assert!(
+        page["sentence"]
+            .as_str()
+            .unwrap()
+            .contains("it is for the pool `nobody`"),
+        "{page}"
+    );
     // What Envoy says beside the headers beats all of it.
     site.envoy_says("b").await;
     for topic in 200..204 {
-        let answer = site.ask(&[("host", "a.test"), ("x-pool", "a")], &completion(topic, Some(MODEL))).await;
+        let answer = site
+            .ask(
+                &[("host", "a.test"), ("x-pool", "a")],
+                &completion(topic, Some(MODEL)),
+            )
+            .await;
         assert_eq!((answer.status.as_u16(), answer.engine()), (200, "2"));
     }
     site.deployment.idle().await;
@@ -244,19 +350,39 @@ async fn models_are_served_by_others_as_the_objects_of_their_pool_say() {
     let model = async |host: &str, asked: Option<&str>| -> (u16, Option<String>) {
         let answer = site.ask(&[("host", host)], &completion(1, asked)).await;
         let body: Value = serde_json::from_slice(&answer.body).unwrap();
-        (answer.status.as_u16(), body["model"].as_str().map(str::to_owned))
+        (
+            answer.status.as_u16(),
+            body["model"].as_str().map(str::to_owned),
+        )
     };
     let (unknown, renamed) = ((404, None), (200, Some("chat".to_owned())));
     assert_eq!(model("a.test", Some("chat")).await, unknown);
-    site.allow(REWRITES, "canary", &rewrite("a", &["chat"], &json!([{"modelRewrite": MODEL}])));
+    site.allow(
+        REWRITES,
+        "canary",
+        &rewrite("a", &["chat"], &json!([{"modelRewrite": MODEL}])),
+    );
     site.cluster_shows("inference/canary").await;
     assert_eq!(model("a.test", Some("chat")).await, renamed);
     assert_eq!(model("any.test", Some("chat")).await, renamed);
-    assert_eq!(model("x.b.test", Some("chat")).await, unknown, "a rule of another pool");
-    let rewritten = async || site.deployment.metrics().await.sum("rewritten_models_total", &[]);
+    assert_eq!(
+        model("x.b.test", Some("chat")).await,
+        unknown,
+        "a rule of another pool"
+    );
+    let rewritten = async || {
+        site.deployment
+            .metrics()
+            .await
+            .sum("rewritten_models_total", &[])
+    };
     assert_eq!(rewritten().await, 2.0);
     // One for all, also for requests that name none, which have nothing to be called back.
-    site.allow(REWRITES, "all", &rewrite("b", &[], &json!([{"modelRewrite": MODEL, "weight": 0}])));
+    site.allow(
+        REWRITES,
+        "all",
+        &rewrite("b", &[], &json!([{"modelRewrite": MODEL, "weight": 0}])),
+    );
     site.cluster_shows("inference/all").await;
     assert_eq!(model("x.b.test", None).await, (200, Some(MODEL.to_owned())));
     assert_eq!(rewritten().await, 3.0);
@@ -267,22 +393,39 @@ async fn models_are_served_by_others_as_the_objects_of_their_pool_say() {
     site.cluster_shows(r#""rewrites":[]"#).await;
     assert_eq!(model("a.test", Some("chat")).await, unknown);
     site.deployment.idle().await;
-    assert_eq!((site.server.violations(), site.server.discoveries()), (vec![], 0));
+    assert_eq!(
+        (site.server.violations(), site.server.discoveries()),
+        (vec![], 0)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_gives_way_is_refused_while_all_of_its_pool_are_overloaded() {
     let slow = |id| EngineSpec::new(id).with(&["--speed", "1"]);
-    let site = Site::start(&[slow(1), fast(2)], json!({"overload": {"decode_blocks": 0.0005}})).await;
+    let site = Site::start(
+        &[slow(1), fast(2)],
+        json!({"overload": {"decode_blocks": 0.0005}}),
+    )
+    .await;
     site.allow(OBJECTIVES, "batch", &objective("a", -1));
-    site.server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("a", 9)));
+    site.server.put(
+        OBJECTIVES,
+        object(OBJECTIVES, "gold", "2026-01-01", &objective("a", 9)),
+    );
     site.cluster_shows("batch").await;
     let long = json!({"model": MODEL, "prompt": essay(7), "max_tokens": 4000, "stream": true});
-    let held = site.deployment.http.post(site.deployment.url("/v1/completions")).header("host", "a.test").json(&long);
+    let held = site
+        .deployment
+        .http
+        .post(site.deployment.url("/v1/completions"))
+        .header("host", "a.test")
+        .json(&long);
     let held = held.send().await.unwrap();
     assert_eq!(held.status().as_u16(), 200);
     let busy = |page: &Page| page.sum("worker_active_decode_blocks", &[]) > 0.0;
-    site.deployment.metrics_show("the worker is busy", busy).await;
+    site.deployment
+        .metrics_show("the worker is busy", busy)
+        .await;
     let header = "x-gateway-inference-objective";
     for (host, objective, status) in [
         ("a.test", "batch", 429),
@@ -291,11 +434,25 @@ async fn who_gives_way_is_refused_while_all_of_its_pool_are_overloaded() {
         ("x.b.test", "batch", 200),
         ("any.test", "batch", 200),
     ] {
-        let answer = site.ask(&[("host", host), (header, objective)], &completion(3, Some(MODEL))).await;
-        assert_eq!(answer.status.as_u16(), status, "{host} {objective}: {answer:?}");
+        let answer = site
+            .ask(
+                &[("host", host), (header, objective)],
+                &completion(3, Some(MODEL)),
+            )
+            .await;
+        assert_eq!(
+            answer.status.as_u16(),
+            status,
+            "{host} {objective}: {answer:?}"
+        );
     }
     drop(held);
     site.deployment.idle().await;
-    let answer = site.ask(&[("host", "a.test"), (header, "batch")], &completion(3, Some(MODEL))).await;
+    let answer = site
+        .ask(
+            &[("host", "a.test"), (header, "batch")],
+            &completion(3, Some(MODEL)),
+        )
+        .await;
     assert_eq!(answer.status.as_u16(), 200, "{answer:?}");
 }

@@ -18,7 +18,10 @@ const PORTS: [u16; 2] = [8000, 8001];
 /// Resident memory of a process, in MiB.
 fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1024
 }
 
@@ -42,9 +45,16 @@ async fn a_thousand_pods_of_two_ranks_that_come_at_once_are_soon_known_to_envoy(
     deployment.start_router(&own).await.unwrap();
     let config = deployment.standalone().config_of("xds", &[]).unwrap();
     deployment.start_envoy(&config).await.unwrap();
-    assert!(until(PATIENCE, async || endpoints(&deployment).await.len() == PORTS.len()).await);
+    assert!(
+        until(PATIENCE, async || endpoints(&deployment).await.len()
+            == PORTS.len())
+        .await
+    );
 
-    let memory = || [deployment.router().unwrap(), deployment.envoy().unwrap()].map(|child| resident(child.pid()));
+    let memory = || {
+        [deployment.router().unwrap(), deployment.envoy().unwrap()]
+            .map(|child| resident(child.pid()))
+    };
     let before = memory();
     let began = Instant::now();
     for nth in 1..PODS {

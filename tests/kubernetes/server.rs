@@ -115,7 +115,9 @@ struct Shared {
 impl ApiServer {
     /// Serves an empty cluster.
     pub(crate) async fn start() -> Self {
-        let certificate = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()]).unwrap();
+        let certificate =
+            rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()])
+                .unwrap();
         let mut server = Self {
             cluster: Arc::new(Mutex::new(Cluster {
                 forbidden: OPTIONAL.map(str::to_owned).into(),
@@ -143,7 +145,10 @@ impl ApiServer {
     pub(crate) async fn resume(&mut self) {
         let listener = bind(self.address).await;
         self.address = listener.local_addr().unwrap();
-        let key = rustls::pki_types::PrivateKeyDer::try_from(self.certificate.signing_key.serialize_der()).unwrap();
+        let key = rustls::pki_types::PrivateKeyDer::try_from(
+            self.certificate.signing_key.serialize_der(),
+        )
+        .unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let tls = rustls::ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
@@ -151,9 +156,16 @@ impl ApiServer {
             .with_no_client_auth()
             .with_single_cert(vec![self.certificate.cert.der().clone()], key)
             .unwrap();
-        let shared = Shared { cluster: self.cluster.clone(), changed: self.changed.clone() };
+        let shared = Shared {
+            cluster: self.cluster.clone(),
+            changed: self.changed.clone(),
+        };
         let routes = Router::new().fallback(answer).with_state(shared);
-        self.running = Some(tokio::spawn(serve(listener, TlsAcceptor::from(Arc::new(tls)), routes)));
+        self.running = Some(tokio::spawn(serve(
+            listener,
+            TlsAcceptor::from(Arc::new(tls)),
+            routes,
+        )));
     }
 
     /// What a client needs to know.
@@ -189,7 +201,10 @@ impl ApiServer {
 
     pub(crate) fn delete(&self, kind: &str, name: &str) {
         let mut cluster = self.cluster.lock();
-        let mut before = cluster.objects.remove(&(kind.to_owned(), "inference".to_owned(), name.to_owned())).unwrap();
+        let mut before = cluster
+            .objects
+            .remove(&(kind.to_owned(), "inference".to_owned(), name.to_owned()))
+            .unwrap();
         cluster.version += 1;
         before["metadata"]["resourceVersion"] = json!(cluster.version.to_string());
         cluster.log(kind, Some(before), None);
@@ -282,7 +297,12 @@ impl ApiServer {
 
     /// How often somebody asked for one of [`OPTIONAL`] and might not.
     pub(crate) fn refused(&self, kind: &str) -> u64 {
-        self.cluster.lock().refused.get(kind).copied().unwrap_or_default()
+        self.cluster
+            .lock()
+            .refused
+            .get(kind)
+            .copied()
+            .unwrap_or_default()
     }
 
     /// How often somebody asked what there is.
@@ -307,7 +327,12 @@ impl Drop for ApiServer {
 impl Cluster {
     fn log(&mut self, kind: &str, before: Option<Value>, after: Option<Value>) {
         let version = self.version;
-        self.changes.push(Change { version, kind: kind.to_owned(), before, after });
+        self.changes.push(Change {
+            version,
+            kind: kind.to_owned(),
+            before,
+            after,
+        });
     }
 }
 
@@ -350,7 +375,11 @@ async fn serve(listener: TcpListener, tls: TlsAcceptor, routes: Router) {
         }
     };
     let cut = watch::Sender::new(());
-    let door = Door { connections, address, cut: cut.clone() };
+    let door = Door {
+        connections,
+        address,
+        cut: cut.clone(),
+    };
     tokio::select! {
         () = accept => {}
         _ = axum::serve(door, routes) => {}
@@ -369,7 +398,10 @@ impl axum::serve::Listener for Door {
 
     async fn accept(&mut self) -> (Self::Io, Self::Addr) {
         match self.connections.recv().await {
-            Some(socket) => (support::Cut::new(socket, self.cut.subscribe()), self.address),
+            Some(socket) => (
+                support::Cut::new(socket, self.cut.subscribe()),
+                self.address,
+            ),
             None => std::future::pending().await,
         }
     }
@@ -397,12 +429,19 @@ mod support {
     impl<S> Cut<S> {
         pub(crate) fn new(socket: S, mut alive: watch::Receiver<()>) -> Self {
             let cut = async move { while alive.changed().await.is_ok() {} };
-            Self { socket, cut: Box::pin(cut) }
+            Self {
+                socket,
+                cut: Box::pin(cut),
+            }
         }
     }
 
     impl<S: AsyncRead + Unpin> AsyncRead for Cut<S> {
-        fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            into: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
             match self.cut.as_mut().poll(cx) {
                 Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::ConnectionReset.into())),
                 Poll::Pending => Pin::new(&mut self.socket).poll_read(cx, into),
@@ -411,7 +450,11 @@ mod support {
     }
 
     impl<S: AsyncWrite + Unpin> AsyncWrite for Cut<S> {
-        fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            from: &[u8],
+        ) -> Poll<io::Result<usize>> {
             Pin::new(&mut self.socket).poll_write(cx, from)
         }
 
@@ -427,7 +470,12 @@ mod support {
 
 fn failure(code: StatusCode, reason: &str, message: &str) -> Response {
     let status = status(code, reason, message);
-    (code, [(header::CONTENT_TYPE, "application/json")], status.to_string()).into_response()
+    (
+        code,
+        [(header::CONTENT_TYPE, "application/json")],
+        status.to_string(),
+    )
+        .into_response()
 }
 
 fn status(code: StatusCode, reason: &str, message: &str) -> Value {
@@ -441,23 +489,39 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     let (is_frozen, outage, bearer) = {
         let mut cluster = shared.cluster.lock();
         cluster.requests += 1;
-        (cluster.is_frozen, cluster.outage, format!("Bearer {}", cluster.token))
+        (
+            cluster.is_frozen,
+            cluster.outage,
+            format!("Bearer {}", cluster.token),
+        )
     };
     if is_frozen {
         return std::future::pending().await;
     }
     if let Some((status, retry_after)) = outage {
         let status = StatusCode::from_u16(status).unwrap();
-        return (status, [(header::RETRY_AFTER, retry_after.to_string())], "upstream connect error").into_response();
+        return (
+            status,
+            [(header::RETRY_AFTER, retry_after.to_string())],
+            "upstream connect error",
+        )
+            .into_response();
     }
     let authorization = request.headers().get(header::AUTHORIZATION);
     if authorization.is_none_or(|value| value.as_bytes() != bearer.as_bytes()) {
         return failure(StatusCode::UNAUTHORIZED, "Unauthorized", "Unauthorized");
     }
-    let (path, query) = (request.uri().path(), request.uri().query().unwrap_or_default());
+    let (path, query) = (
+        request.uri().path(),
+        request.uri().query().unwrap_or_default(),
+    );
     if let Some(page) = discovery(path).filter(|_| request.method() == Method::GET) {
         shared.cluster.lock().discoveries += 1;
-        return ([(header::CONTENT_TYPE, "application/json")], page.to_string()).into_response();
+        return (
+            [(header::CONTENT_TYPE, "application/json")],
+            page.to_string(),
+        )
+            .into_response();
     }
     if path == ACCESS_REVIEWS && request.method() == Method::POST {
         return review_access(&shared, request).await;
@@ -482,18 +546,32 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
         return failure(StatusCode::FORBIDDEN, "Forbidden", &forbidden());
     }
     if asked.watch && cluster.unwatched.contains(&kind) {
-        return failure(StatusCode::FORBIDDEN, "Forbidden", "pods is forbidden: User \"u\" cannot watch resource");
+        return failure(
+            StatusCode::FORBIDDEN,
+            "Forbidden",
+            "pods is forbidden: User \"u\" cannot watch resource",
+        );
     }
     if cluster.missing.contains(&kind) {
-        return failure(StatusCode::NOT_FOUND, "NotFound", "the server could not find the requested resource");
+        return failure(
+            StatusCode::NOT_FOUND,
+            "NotFound",
+            "the server could not find the requested resource",
+        );
     }
     drop(cluster);
-    if asked.watch { watches(&shared, asked) } else { lists(&shared, &asked) }
+    if asked.watch {
+        watches(&shared, asked)
+    } else {
+        lists(&shared, &asked)
+    }
 }
 
 /// Answers whether the client may list or watch a kind.
 async fn review_access(shared: &Shared, request: Request) -> Response {
-    let body = axum::body::to_bytes(request.into_body(), 65_536).await.unwrap();
+    let body = axum::body::to_bytes(request.into_body(), 65_536)
+        .await
+        .unwrap();
     let mut review: Value = serde_json::from_slice(&body).unwrap();
     let wanted = &review["spec"]["resourceAttributes"];
     let of = |key: &str| wanted[key].as_str().unwrap_or_default();
@@ -508,7 +586,12 @@ async fn review_access(shared: &Shared, request: Request) -> Response {
         _ => false,
     };
     review["status"] = json!({"allowed": is_allowed});
-    (StatusCode::CREATED, [(header::CONTENT_TYPE, "application/json")], review.to_string()).into_response()
+    (
+        StatusCode::CREATED,
+        [(header::CONTENT_TYPE, "application/json")],
+        review.to_string(),
+    )
+        .into_response()
 }
 
 /// Of which namespace, and of which kind, a path lists the objects.
@@ -516,8 +599,17 @@ fn place(path: &str) -> Option<(String, String)> {
     let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
     let (namespace, kind) = match parts[..] {
         ["api", "v1", "namespaces", namespace, "pods"] => (namespace, "pods".to_owned()),
-        ["apis", POOLS, "v1", "namespaces", namespace, "inferencepools"] => (namespace, "inferencepools".to_owned()),
-        ["apis", group, "v1alpha2", "namespaces", namespace, kind] => (namespace, format!("{kind}.{group}")),
+        [
+            "apis",
+            POOLS,
+            "v1",
+            "namespaces",
+            namespace,
+            "inferencepools",
+        ] => (namespace, "inferencepools".to_owned()),
+        ["apis", group, "v1alpha2", "namespaces", namespace, kind] => {
+            (namespace, format!("{kind}.{group}"))
+        }
         _ => return None,
     };
     let known = ["pods", "inferencepools"].contains(&&*kind) || OPTIONAL.contains(&&*kind);
@@ -534,12 +626,15 @@ fn discovery(path: &str) -> Option<Value> {
     let version = json!({"groupVersion": format!("{POOLS}/v1"), "version": "v1"});
     let group = json!({"name": POOLS, "versions": [version], "preferredVersion": version});
     Some(match path {
-        "/api" => json!({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}),
+        "/api" => {
+            json!({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []})
+        }
         "/apis" => json!({"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}),
         "/api/v1" => resources("v1", resource("pods", "pod", "Pod")),
-        "/apis/inference.networking.k8s.io/v1" => {
-            resources(&format!("{POOLS}/v1"), resource("inferencepools", "inferencepool", "InferencePool"))
-        }
+        "/apis/inference.networking.k8s.io/v1" => resources(
+            &format!("{POOLS}/v1"),
+            resource("inferencepools", "inferencepool", "InferencePool"),
+        ),
         _ => return None,
     })
 }
@@ -561,21 +656,42 @@ struct Asked {
 
 impl Asked {
     fn read(namespace: &str, kind: &str, query: &str) -> Result<Self, String> {
-        let url = reqwest::Url::parse(&format!("http://x/?{query}")).map_err(|error| error.to_string())?;
-        let all: BTreeMap<String, String> =
-            url.query_pairs().map(|(key, value)| (key.into_owned(), value.into_owned())).collect();
+        let url = reqwest::Url::parse(&format!("http://x/?{query}"))
+            .map_err(|error| error.to_string())?;
+        let all: BTreeMap<String, String> = url
+            .query_pairs()
+            .map(|(key, value)| (key.into_owned(), value.into_owned()))
+            .collect();
         if let Some(unknown) = all.keys().find(|key| !QUERIES.contains(&key.as_str())) {
             return Err(format!("unknown parameter {unknown} in {query}"));
         }
         let number = |key: &str| {
-            all.get(key).map(|text| text.parse::<u64>().map_err(|_| format!("{key} is {text:?}"))).transpose()
+            all.get(key)
+                .map(|text| {
+                    text.parse::<u64>()
+                        .map_err(|_| format!("{key} is {text:?}"))
+                })
+                .transpose()
         };
         let pairs = |text: &str| -> Result<Vec<(String, String)>, String> {
-            let pair = |pair: &str| pair.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
-            text.split(',').map(|one| pair(one).ok_or_else(|| format!("selector {text:?}"))).collect()
+            let pair = |pair: &str| {
+                pair.split_once('=')
+                    .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            };
+            text.split(',')
+                .map(|one| pair(one).ok_or_else(|| format!("selector {text:?}")))
+                .collect()
         };
-        let labels = all.get("labelSelector").map(|text| pairs(text)).transpose()?.unwrap_or_default();
-        let fields = all.get("fieldSelector").map(|text| pairs(text)).transpose()?.unwrap_or_default();
+        let labels = all
+            .get("labelSelector")
+            .map(|text| pairs(text))
+            .transpose()?
+            .unwrap_or_default();
+        let fields = all
+            .get("fieldSelector")
+            .map(|text| pairs(text))
+            .transpose()?
+            .unwrap_or_default();
         let name = match &fields[..] {
             [] => None,
             [(field, value)] if field == "metadata.name" => Some(value.clone()),
@@ -589,9 +705,13 @@ impl Asked {
         if watch && version.is_none() {
             return Err("a watch begins at a version".to_owned());
         }
-        let limit = number("limit")?.map(|limit| limit as usize).filter(|limit| *limit > 0);
+        let limit = number("limit")?
+            .map(|limit| limit as usize)
+            .filter(|limit| *limit > 0);
         let timeout = Duration::from_secs(number("timeoutSeconds")?.unwrap_or(300));
-        let bookmarks = all.get("allowWatchBookmarks").is_some_and(|text| text == "true");
+        let bookmarks = all
+            .get("allowWatchBookmarks")
+            .is_some_and(|text| text == "true");
         let (namespace, kind) = (namespace.to_owned(), kind.to_owned());
         Ok(Self {
             namespace,
@@ -610,8 +730,14 @@ impl Asked {
     fn has(&self, object: &Value) -> bool {
         let metadata = &object["metadata"];
         metadata["namespace"] == *self.namespace
-            && self.name.as_ref().is_none_or(|name| metadata["name"] == **name)
-            && self.labels.iter().all(|(name, value)| metadata["labels"][name] == **value)
+            && self
+                .name
+                .as_ref()
+                .is_none_or(|name| metadata["name"] == **name)
+            && self
+                .labels
+                .iter()
+                .all(|(name, value)| metadata["labels"][name] == **value)
     }
 
     /// As a watch tells a change.
@@ -637,7 +763,10 @@ impl Asked {
 fn lists(shared: &Shared, asked: &Asked) -> Response {
     let mut cluster = shared.cluster.lock();
     cluster.lists += 1;
-    let found = cluster.objects.iter().filter(|((kind, ..), object)| *kind == asked.kind && asked.has(object));
+    let found = cluster
+        .objects
+        .iter()
+        .filter(|((kind, ..), object)| *kind == asked.kind && asked.has(object));
     let rest: Vec<(String, Value)> = found
         .map(|((_, _, name), object)| (name.clone(), object.clone()))
         .filter(|(name, _)| asked.after.as_ref().is_none_or(|after| name > after))
@@ -645,11 +774,17 @@ fn lists(shared: &Shared, asked: &Asked) -> Response {
     let limit = asked.limit.unwrap_or(usize::MAX);
     let more = rest.len() > limit;
     let page: Vec<(String, Value)> = rest.into_iter().take(limit).collect();
-    let next = page.last().map(|(name, _)| name.clone()).filter(|_| more).unwrap_or_default();
+    let next = page
+        .last()
+        .map(|(name, _)| name.clone())
+        .filter(|_| more)
+        .unwrap_or_default();
     let (list, version) = match asked.kind.split_once('.') {
         None if asked.kind == "pods" => ("PodList", "v1".to_owned()),
         None => ("InferencePoolList", format!("{POOLS}/v1")),
-        Some(("inferenceobjectives", group)) => ("InferenceObjectiveList", format!("{group}/v1alpha2")),
+        Some(("inferenceobjectives", group)) => {
+            ("InferenceObjectiveList", format!("{group}/v1alpha2"))
+        }
         Some((_, group)) => ("InferenceModelRewriteList", format!("{group}/v1alpha2")),
     };
     let body = json!({
@@ -657,7 +792,11 @@ fn lists(shared: &Shared, asked: &Asked) -> Response {
         "metadata": {"resourceVersion": cluster.version.to_string(), "continue": next},
         "items": page.into_iter().map(|(_, object)| object).collect::<Vec<_>>(),
     });
-    ([(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+    (
+        [(header::CONTENT_TYPE, "application/json")],
+        body.to_string(),
+    )
+        .into_response()
 }
 
 fn watches(shared: &Shared, asked: Asked) -> Response {
@@ -669,39 +808,58 @@ fn watches(shared: &Shared, asked: Asked) -> Response {
         cluster.watches
     };
     let state = (shared.clone(), asked, from, shared.changed.subscribe());
-    let events = stream::unfold(state, move |(shared, asked, from, mut changed)| async move {
-        let mut silent = false;
-        loop {
-            changed.borrow_and_update();
-            if shared.cluster.lock().dead >= number {
-                std::future::pending::<()>().await;
+    let events = stream::unfold(
+        state,
+        move |(shared, asked, from, mut changed)| async move {
+            let mut silent = false;
+            loop {
+                changed.borrow_and_update();
+                if shared.cluster.lock().dead >= number {
+                    std::future::pending::<()>().await;
+                }
+                if shared.cluster.lock().outage.is_some() {
+                    return None;
+                }
+                if let Some((text, at)) = tells(&shared, &asked, from, silent && asked.bookmarks) {
+                    return Some((Ok::<_, io::Error>(text), (shared, asked, at, changed)));
+                }
+                tokio::select! {
+                    () = tokio::time::sleep_until(end) => return None,
+                    _ = changed.changed() => {}
+                    () = tokio::time::sleep(BOOKMARK) => silent = true,
+                }
             }
-            if shared.cluster.lock().outage.is_some() {
-                return None;
-            }
-            if let Some((text, at)) = tells(&shared, &asked, from, silent && asked.bookmarks) {
-                return Some((Ok::<_, io::Error>(text), (shared, asked, at, changed)));
-            }
-            tokio::select! {
-                () = tokio::time::sleep_until(end) => return None,
-                _ = changed.changed() => {}
-                () = tokio::time::sleep(BOOKMARK) => silent = true,
-            }
-        }
-    });
-    ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(events)).into_response()
+        },
+    );
+    (
+        [(header::CONTENT_TYPE, "application/json")],
+        Body::from_stream(events),
+    )
+        .into_response()
 }
 
 /// What happened after a version, as text; and up to which version that is.
 fn tells(shared: &Shared, asked: &Asked, from: u64, bookmark: bool) -> Option<(String, u64)> {
     let cluster = shared.cluster.lock();
     if from < cluster.compacted {
-        let gone =
-            status(StatusCode::GONE, "Expired", &format!("too old resource version: {from} ({})", cluster.compacted));
-        return Some((format!("{}\n", json!({"type": "ERROR", "object": gone})), u64::MAX));
+        let gone = status(
+            StatusCode::GONE,
+            "Expired",
+            &format!("too old resource version: {from} ({})", cluster.compacted),
+        );
+        return Some((
+            format!("{}\n", json!({"type": "ERROR", "object": gone})),
+            u64::MAX,
+        ));
     }
-    let later = cluster.changes.iter().filter(|change| change.version > from);
-    let mut text: String = later.filter_map(|change| asked.tells(change)).map(|event| format!("{event}\n")).collect();
+    let later = cluster
+        .changes
+        .iter()
+        .filter(|change| change.version > from);
+    let mut text: String = later
+        .filter_map(|change| asked.tells(change))
+        .map(|event| format!("{event}\n"))
+        .collect();
     if text.is_empty() && bookmark {
         let metadata = json!({"resourceVersion": cluster.version.to_string()});
         let object = json!({"kind": "Pod", "apiVersion": "v1", "metadata": metadata});

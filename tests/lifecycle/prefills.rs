@@ -25,11 +25,13 @@ type Question = (String, String, oneshot::Sender<Value>);
 impl Worker {
     async fn start() -> Self {
         let (tell, asked) = mpsc::unbounded_channel();
-        let answer = async |State(tell): State<mpsc::UnboundedSender<Question>>, request: Request| {
+        let answer = async |State(tell): State<mpsc::UnboundedSender<Question>>,
+                            request: Request| {
             let (path, body) = (request.uri().path().to_owned(), request.into_body());
             let body = axum::body::to_bytes(body, 1 << 20).await.unwrap();
             let (reply, said) = oneshot::channel();
-            tell.send((path, String::from_utf8(body.to_vec()).unwrap(), reply)).unwrap();
+            tell.send((path, String::from_utf8(body.to_vec()).unwrap(), reply))
+                .unwrap();
             Json(said.await.unwrap_or_default())
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -75,17 +77,31 @@ async fn the_end_waits_for_a_prefill_whose_client_has_left() {
     let (open, _) = process.open(process.channel(process.grpc).await, "m").await;
     let (.., mut reply) = worker.asked("/v1/completions").await;
     drop(open);
-    process.shows("prefill_calls_total{outcome=\"left_after_start\"}", 1.0).await;
+    process
+        .shows("prefill_calls_total{outcome=\"left_after_start\"}", 1.0)
+        .await;
     assert_eq!(process.metric("prefills_under_way").await, 1.0);
     process.terminate();
     let refused = async || process.health(process.grpc, "").await.is_err();
-    assert!(until(SOON, refused).await, "still accepting:\n{}", process.log());
+    assert!(
+        until(SOON, refused).await,
+        "still accepting:\n{}",
+        process.log()
+    );
     // Nothing is open, and the engine still works for nobody but its own good.
     let cut_off = tokio::time::timeout(Duration::from_secs(1), reply.closed()).await;
-    assert!(cut_off.is_err() && process.child.is_running(), "{}", process.log());
+    assert!(
+        cut_off.is_err() && process.child.is_running(),
+        "{}",
+        process.log()
+    );
     reply.send(json!({"kv_transfer_params": null})).unwrap();
     process.ends_well().await;
-    assert!(!process.log().contains("the drain deadline passed"), "{}", process.log());
+    assert!(
+        !process.log().contains("the drain deadline passed"),
+        "{}",
+        process.log()
+    );
 }
 
 #[tokio::test]
@@ -96,11 +112,17 @@ async fn it_does_not_wait_longer_than_the_drain_deadline() {
     let (open, _) = process.open(process.channel(process.grpc).await, "m").await;
     let (.., mut reply) = worker.asked("/v1/completions").await;
     drop(open);
-    process.shows("prefill_calls_total{outcome=\"left_after_start\"}", 1.0).await;
+    process
+        .shows("prefill_calls_total{outcome=\"left_after_start\"}", 1.0)
+        .await;
     process.terminate();
     process.ends_well().await;
     reply.closed().await;
-    assert!(process.log().contains("cutting off prefills"), "{}", process.log());
+    assert!(
+        process.log().contains("cutting off prefills"),
+        "{}",
+        process.log()
+    );
     assert!(!process.log().contains("panicked"), "{}", process.log());
 }
 
@@ -117,6 +139,10 @@ async fn engines_hear_of_what_the_drain_deadline_cuts() {
     assert!(body.contains("\"rid\":\"warmroute-"), "{body}");
     reply.send(Value::Null).unwrap();
     process.ends_well().await;
-    assert!(process.log().contains("the drain deadline passed"), "{}", process.log());
+    assert!(
+        process.log().contains("the drain deadline passed"),
+        "{}",
+        process.log()
+    );
     drop((open, copy));
 }

@@ -12,12 +12,17 @@ const UNCHANGED: &str = "config_reloads_total{outcome=\"unchanged\"}";
 /// Only signals count here.
 fn by_signal(more: &Value) -> Value {
     let mut all = json!({"reload": {"watch": false}});
-    all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    all.as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     all
 }
 
 async fn steered(process: &Process, model: &str) -> String {
-    process.open(process.channel(process.grpc).await, model).await.1
+    process
+        .open(process.channel(process.grpc).await, model)
+        .await
+        .1
 }
 
 #[tokio::test]
@@ -50,27 +55,39 @@ async fn sighup_takes_over_models_workers_limits_headers_and_weights_together() 
     assert_eq!(shown["config"]["queue"]["deadline"], "30s");
     let log = process.log();
     let pending = "queue.deadline (running 30s, file 7s)";
-    assert!(log.contains("changes that need a restart are not in use") && log.contains(pending), "{log}");
+    assert!(
+        log.contains("changes that need a restart are not in use") && log.contains(pending),
+        "{log}"
+    );
     assert_eq!(process.metric("config_pending_restart").await, 1.0);
     // A reload of the same file has no effect; it only logs the changes that wait for a restart.
     process.hangup();
     process.shows(UNCHANGED, 1.0).await;
-    assert!(!process.log().contains("nothing changed"), "{}", process.log());
+    assert!(
+        !process.log().contains("nothing changed"),
+        "{}",
+        process.log()
+    );
 }
 
 #[tokio::test]
 async fn a_mistake_leaves_everything_as_it_is_and_is_told_with_its_line() {
     let process = Process::start(by_signal(&json!({})), &[]).await;
     let good = process.config();
-    let broken =
-        "models:\n  - name: m\nworkers:\n  - {id: 9, endpoint: '10.0.0.9:80'}\nschedule:\n  router_temperature: -1\n";
+    let broken = "models:\n  - name: m\nworkers:\n  - {id: 9, endpoint: '10.0.0.9:80'}\nschedule:\n  router_temperature: -1\n";
     process.configure(broken);
     process.hangup();
     process.shows(INVALID, 1.0).await;
     assert_eq!(process.metric("config_generation").await, 1.0);
-    assert!(process.log().contains("warmroute.yaml:6:"), "{}", process.log());
+    assert!(
+        process.log().contains("warmroute.yaml:6:"),
+        "{}",
+        process.log()
+    );
     assert_eq!(process.metric("config_last_reload_successful").await, 0.0);
-    let last_success = process.metric("config_last_reload_success_timestamp_seconds").await;
+    let last_success = process
+        .metric("config_last_reload_success_timestamp_seconds")
+        .await;
     assert!(last_success > 1.7e9, "{last_success}");
     assert!(steered(&process, "m").await.contains("10.0.0.1:8000"));
     // A tokenizer that cannot be loaded is found out before anything is switched.
@@ -82,13 +99,21 @@ async fn a_mistake_leaves_everything_as_it_is_and_is_told_with_its_line() {
     process.configure(&worse.to_string());
     process.hangup();
     process.shows(INVALID, 2.0).await;
-    assert_eq!(process.shown().await["config"]["schedule"]["router_temperature"], 0.0);
+    assert_eq!(
+        process.shown().await["config"]["schedule"]["router_temperature"],
+        0.0
+    );
     // And the old one read again is nothing new.
     process.configure(&good.to_string());
     process.hangup();
     process.shows(UNCHANGED, 1.0).await;
     assert_eq!(process.metric("config_last_reload_successful").await, 1.0);
-    assert!(process.metric("config_last_reload_success_timestamp_seconds").await > last_success);
+    assert!(
+        process
+            .metric("config_last_reload_success_timestamp_seconds")
+            .await
+            > last_success
+    );
     assert_eq!(process.metric("config_generation").await, 1.0);
 }
 

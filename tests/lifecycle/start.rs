@@ -10,15 +10,28 @@ use crate::support::ports::{FreePort, until};
 /// The JSON lines of a process that has ended, and its exit code.
 async fn failed_start(more: &Value) -> (Option<i32>, Vec<Value>) {
     let process = Process::spawn(more, &[]);
-    assert!(until(SOON, async || !process.child.is_running()).await, "still running:\n{}", process.log());
-    let status = process.child.wait_exit(std::time::Instant::now() + SOON).unwrap();
-    let lines =
-        process.log().lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"))).collect();
+    assert!(
+        until(SOON, async || !process.child.is_running()).await,
+        "still running:\n{}",
+        process.log()
+    );
+    let status = process
+        .child
+        .wait_exit(std::time::Instant::now() + SOON)
+        .unwrap();
+    let lines = process
+        .log()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}")))
+        .collect();
     (status.code(), lines)
 }
 
 fn loud(lines: &[Value]) -> Vec<&Value> {
-    lines.iter().filter(|line| line["level"] != "INFO").collect()
+    lines
+        .iter()
+        .filter(|line| line["level"] != "INFO")
+        .collect()
 }
 
 #[tokio::test]
@@ -26,13 +39,28 @@ async fn failing_start_logs_its_one_cause_as_json() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = dir.path().join("tokenizer.json");
     std::fs::write(&tokenizer, "{}").unwrap();
-    let more = json!({"log": {"format": "json"}, "models": [{"name": "m", "tokenizer": tokenizer}]});
+    let more =
+        json!({"log": {"format": "json"}, "models": [{"name": "m", "tokenizer": tokenizer}]});
     let (code, lines) = failed_start(&more).await;
-    let [cause] = loud(&lines)[..] else { panic!("{lines:#?}") };
+    let [cause] = loud(&lines)[..] else {
+        panic!("{lines:#?}")
+    };
     let message = cause["fields"]["message"].as_str().unwrap();
-    assert_eq!((code, cause["level"].as_str()), (Some(2), Some("ERROR")), "{cause}");
-    assert!(message.starts_with("cannot start: ") && message.contains("is not a tokenizer.json"), "{cause}");
-    assert!(!lines.iter().any(|line| line["fields"]["message"] == "ready"), "{lines:#?}");
+    assert_eq!(
+        (code, cause["level"].as_str()),
+        (Some(2), Some("ERROR")),
+        "{cause}"
+    );
+    assert!(
+        message.starts_with("cannot start: ") && message.contains("is not a tokenizer.json"),
+        "{cause}"
+    );
+    assert!(
+        !lines
+            .iter()
+            .any(|line| line["fields"]["message"] == "ready"),
+        "{lines:#?}"
+    );
 }
 
 #[tokio::test]
@@ -50,11 +78,21 @@ async fn taken_ports_fail_before_anything_is_loaded() {
         ("api", json!({"api": {"listen": address}})),
     ] {
         let mut more = json!({"log": {"format": "json"}, "models": [model]});
-        more.as_object_mut().unwrap().extend(section.as_object().unwrap().clone());
+        more.as_object_mut()
+            .unwrap()
+            .extend(section.as_object().unwrap().clone());
         let (code, lines) = failed_start(&more).await;
         let expected = format!("cannot start: the {name} address {address} cannot be bound");
-        let [cause] = &lines[..] else { panic!("{name}: {lines:#?}") };
-        assert!(cause["fields"]["message"].as_str().unwrap().starts_with(&expected), "{cause}");
+        let [cause] = &lines[..] else {
+            panic!("{name}: {lines:#?}")
+        };
+        assert!(
+            cause["fields"]["message"]
+                .as_str()
+                .unwrap()
+                .starts_with(&expected),
+            "{cause}"
+        );
         assert_eq!(code, Some(1));
     }
 }
@@ -73,14 +111,34 @@ async fn startup_log_distinguishes_completed_from_abandoned_steps() {
     )
     .await;
     let log = process.log();
-    let line = |part: &str| log.lines().find(|line| line.contains(part)).unwrap_or_else(|| panic!("no {part}:\n{log}"));
+    let line = |part: &str| {
+        log.lines()
+            .find(|line| line.contains(part))
+            .unwrap_or_else(|| panic!("no {part}:\n{log}"))
+    };
     let source = line("event source of worker rank 1/0");
-    assert!(source.contains("WARN") && source.contains("gave up waiting"), "{source}");
+    assert!(
+        source.contains("WARN") && source.contains("gave up waiting"),
+        "{source}"
+    );
     let workers = line("initial workers: at least 1");
-    assert!(workers.contains("INFO") && workers.contains("step complete"), "{workers}");
-    assert!(until(SOON, async || process.log().contains(" ready ")).await, "{}", process.log());
+    assert!(
+        workers.contains("INFO") && workers.contains("step complete"),
+        "{workers}"
+    );
+    assert!(
+        until(SOON, async || process.log().contains(" ready ")).await,
+        "{}",
+        process.log()
+    );
     let log = process.log();
-    let ready: Vec<&str> = log.lines().filter(|line| line.contains(" ready ") && line.contains("workers=1")).collect();
+    let ready: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains(" ready ") && line.contains("workers=1"))
+        .collect();
     let [ready] = ready[..] else { panic!("{log}") };
-    assert!(ready.contains("models=1") && ready.contains("event_sources=\"0 of 1\""), "{ready}");
+    assert!(
+        ready.contains("models=1") && ready.contains("event_sources=\"0 of 1\""),
+        "{ready}"
+    );
 }

@@ -17,7 +17,10 @@ pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/k
 const RENDERED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chart");
 const VALIDATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/manifests/validate.py");
 /// The validator with what it needs.
-const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/manifests/requirements.txt");
+const REQUIREMENTS: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/tests/manifests/requirements.txt"
+);
 
 /// Objects, and from where.
 pub(crate) struct Set {
@@ -37,7 +40,10 @@ pub(crate) struct Pods<'a> {
 pub(crate) fn validated(objects: &Value, version: &str) -> Value {
     let dir = target_dir().unwrap();
     // Other requirements are other packages.
-    let name = format!("kubernetes-validate-{:016x}", xxh3_64(&fs::read(REQUIREMENTS).unwrap()));
+    let name = format!(
+        "kubernetes-validate-{:016x}",
+        xxh3_64(&fs::read(REQUIREMENTS).unwrap())
+    );
     let validator = once(&dir, &name, "bin/kubernetes-validate", |scratch| {
         let packages = scratch.join("packages");
         pypi::install(Wanted::Hashed(Path::new(REQUIREMENTS)), scratch, &packages)?;
@@ -46,9 +52,22 @@ pub(crate) fn validated(objects: &Value, version: &str) -> Value {
     let validator = validator.unwrap_or_else(|error| panic!("{error:#}"));
     let packages = validator.ancestors().nth(2).unwrap();
     let mut command = Command::new("python3");
-    command.arg("-B").arg(VALIDATE).arg(version).env("PYTHONPATH", packages);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    child.stdin.take().unwrap().write_all(objects.to_string().as_bytes()).unwrap();
+    command
+        .arg("-B")
+        .arg(VALIDATE)
+        .arg(version)
+        .env("PYTHONPATH", packages);
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(objects.to_string().as_bytes())
+        .unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{VALIDATE} failed");
     serde_json::from_slice(&output.stdout).unwrap()
@@ -57,8 +76,15 @@ pub(crate) fn validated(objects: &Value, version: &str) -> Value {
 /// All files of the chart.
 fn chart_files(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
-        if entry.is_dir() { files.extend(chart_files(&entry)) } else { files.push(entry) }
+    for entry in fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+    {
+        if entry.is_dir() {
+            files.extend(chart_files(&entry))
+        } else {
+            files.push(entry)
+        }
     }
     files.sort();
     files
@@ -70,23 +96,50 @@ fn rendered(values: &Path) -> String {
     let chart = PathBuf::from(format!("{FOLDER}/chart"));
     let mut content = Vec::new();
     for file in chart_files(&chart) {
-        let name = file.strip_prefix(&chart).unwrap().to_str().unwrap().as_bytes().to_owned();
+        let name = file
+            .strip_prefix(&chart)
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .as_bytes()
+            .to_owned();
         for part in [name, fs::read(&file).unwrap()] {
             content.extend((part.len() as u64).to_le_bytes());
             content.extend(part);
         }
     }
-    let head = format!("# What Helm renders of the chart {:016x} with ci/{}\n", xxh3_64(&content), file_name(values));
+    let head = format!(
+        "# What Helm renders of the chart {:016x} with ci/{}\n",
+        xxh3_64(&content),
+        file_name(values)
+    );
     let kept = Path::new(RENDERED).join(file_name(values));
     if environment("UPDATE_GOLDEN").is_some() {
         let mut helm = Command::new("helm");
-        helm.args(["template", "warmroute"]).arg(&chart).args(["--namespace", "inference", "--values"]).arg(values);
-        let output = helm.output().unwrap_or_else(|error| panic!("helm: {error}"));
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        fs::write(&kept, head.clone() + &String::from_utf8(output.stdout).unwrap()).unwrap();
+        helm.args(["template", "warmroute"])
+            .arg(&chart)
+            .args(["--namespace", "inference", "--values"])
+            .arg(values);
+        let output = helm
+            .output()
+            .unwrap_or_else(|error| panic!("helm: {error}"));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        fs::write(
+            &kept,
+            head.clone() + &String::from_utf8(output.stdout).unwrap(),
+        )
+        .unwrap();
     }
     let text = fs::read_to_string(&kept).unwrap();
-    assert!(text.starts_with(&head), "{} is of another chart: UPDATE_GOLDEN=1, with helm on the path", kept.display());
+    assert!(
+        text.starts_with(&head),
+        "{} is of another chart: UPDATE_GOLDEN=1, with helm on the path",
+        kept.display()
+    );
     text
 }
 
@@ -95,16 +148,25 @@ fn file_name(file: &Path) -> &str {
 }
 
 pub(crate) fn documents(text: &str, from: &str) -> Vec<Value> {
-    let all: Vec<Value> = serde_saphyr::from_multiple(text).unwrap_or_else(|error| panic!("{from}: {error}"));
-    all.into_iter().filter(|document| !document.is_null()).collect()
+    let all: Vec<Value> =
+        serde_saphyr::from_multiple(text).unwrap_or_else(|error| panic!("{from}: {error}"));
+    all.into_iter()
+        .filter(|document| !document.is_null())
+        .collect()
 }
 
 fn yaml_files(place: &Path) -> Vec<PathBuf> {
     if place.is_file() {
         return vec![place.to_owned()];
     }
-    let mut files: Vec<PathBuf> = fs::read_dir(place).unwrap().map(|entry| entry.unwrap().path()).collect();
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "yaml"));
+    let mut files: Vec<PathBuf> = fs::read_dir(place)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.retain(|file| {
+        file.extension()
+            .is_some_and(|extension| extension == "yaml")
+    });
     files.sort();
     assert!(!files.is_empty(), "{} has no manifests", place.display());
     files
@@ -113,23 +175,39 @@ fn yaml_files(place: &Path) -> Vec<PathBuf> {
 impl Set {
     /// What some files and folders have.
     pub(crate) fn of<'a>(name: &str, places: impl IntoIterator<Item = &'a str>) -> Self {
-        let files = places.into_iter().flat_map(|place| yaml_files(&Path::new(FOLDER).join(place)));
-        let objects =
-            files.flat_map(|file| documents(&fs::read_to_string(&file).unwrap(), &file.display().to_string()));
-        Self { name: name.to_owned(), objects: objects.collect() }
+        let files = places
+            .into_iter()
+            .flat_map(|place| yaml_files(&Path::new(FOLDER).join(place)));
+        let objects = files.flat_map(|file| {
+            documents(
+                &fs::read_to_string(&file).unwrap(),
+                &file.display().to_string(),
+            )
+        });
+        Self {
+            name: name.to_owned(),
+            objects: objects.collect(),
+        }
     }
 
     /// What each `kubectl apply` of the README applies.
     pub(crate) fn of_readme() -> Vec<Self> {
         let readme = fs::read_to_string(Path::new(FOLDER).join("README.md")).unwrap();
-        let lines = readme.lines().filter_map(|line| line.strip_prefix("kubectl apply "));
-        lines.map(|line| Self::of(line, line.split_whitespace().filter(|word| *word != "-f"))).collect()
+        let lines = readme
+            .lines()
+            .filter_map(|line| line.strip_prefix("kubectl apply "));
+        lines
+            .map(|line| Self::of(line, line.split_whitespace().filter(|word| *word != "-f")))
+            .collect()
     }
 
     /// What the chart renders with a file of values.
     pub(crate) fn of_chart(values: &Path) -> Self {
         let objects = documents(&rendered(values), file_name(values));
-        Self { name: format!("chart with {}", values.display()), objects }
+        Self {
+            name: format!("chart with {}", values.display()),
+            objects,
+        }
     }
 
     /// Those and others.
@@ -139,11 +217,15 @@ impl Set {
     }
 
     pub(crate) fn all<'a>(&'a self, kind: &'a str) -> impl Iterator<Item = &'a Value> {
-        self.objects.iter().filter(move |object| object["kind"] == kind)
+        self.objects
+            .iter()
+            .filter(move |object| object["kind"] == kind)
     }
 
     pub(crate) fn find<'a>(&'a self, kind: &'a str, name: &Value) -> &'a Value {
-        let found = self.all(kind).find(|object| object["metadata"]["name"] == *name);
+        let found = self
+            .all(kind)
+            .find(|object| object["metadata"]["name"] == *name);
         found.unwrap_or_else(|| panic!("{}: there is no {kind} {name}", self.name))
     }
 
@@ -151,7 +233,8 @@ impl Set {
         let templates = self.objects.iter().flat_map(|owner| {
             let components = owner["spec"]["components"].as_array().into_iter().flatten();
             let own = std::iter::once(&owner["spec"]["template"]);
-            own.chain(components.map(|component| &component["podTemplate"])).map(move |template| (owner, template))
+            own.chain(components.map(|component| &component["podTemplate"]))
+                .map(move |template| (owner, template))
         });
         let templates = templates.filter(|(_, template)| template.is_object());
         let pods = templates.map(|(owner, template)| Pods {
@@ -164,17 +247,33 @@ impl Set {
 
     /// Pods that have these labels; there must be some.
     pub(crate) fn selected(&self, labels: &Value) -> Vec<Pods<'_>> {
-        let wanted = labels.as_object().unwrap_or_else(|| panic!("{}: {labels} is no selector", self.name));
-        assert!(!wanted.is_empty(), "{}: a selector selects everything", self.name);
+        let wanted = labels
+            .as_object()
+            .unwrap_or_else(|| panic!("{}: {labels} is no selector", self.name));
+        assert!(
+            !wanted.is_empty(),
+            "{}: a selector selects everything",
+            self.name
+        );
         let mut pods = self.pods();
-        pods.retain(|pod| wanted.iter().all(|(label, value)| pod.labels[label] == *value));
-        assert!(!pods.is_empty(), "{}: no pod has the labels {labels}", self.name);
+        pods.retain(|pod| {
+            wanted
+                .iter()
+                .all(|(label, value)| pod.labels[label] == *value)
+        });
+        assert!(
+            !pods.is_empty(),
+            "{}: no pod has the labels {labels}",
+            self.name
+        );
         pods
     }
 
     /// The configuration in a ConfigMap.
     pub(crate) fn text(&self, map: &str, file: &str) -> &str {
-        self.find("ConfigMap", &json!(map))["data"][file].as_str().unwrap()
+        self.find("ConfigMap", &json!(map))["data"][file]
+            .as_str()
+            .unwrap()
     }
 }
 
@@ -185,9 +284,14 @@ impl Pods<'_> {
 
     /// The port that a number or a name stands for; none: no container has it.
     pub(crate) fn port(&self, port: &Value) -> Option<u64> {
-        let declared = self.containers().flat_map(|container| container["ports"].as_array().into_iter().flatten());
-        let mut declared = declared.filter(|own| own["name"] == *port || own["containerPort"] == *port);
-        declared.next().and_then(|own| own["containerPort"].as_u64())
+        let declared = self
+            .containers()
+            .flat_map(|container| container["ports"].as_array().into_iter().flatten());
+        let mut declared =
+            declared.filter(|own| own["name"] == *port || own["containerPort"] == *port);
+        declared
+            .next()
+            .and_then(|own| own["containerPort"].as_u64())
     }
 
     pub(crate) fn name(&self) -> String {
@@ -211,7 +315,9 @@ pub(crate) fn named<'a>(value: &'a Value, key: &str, found: &mut Vec<&'a Value>)
 pub(crate) fn policy_ports(rules: &Value) -> BTreeSet<u64> {
     let mut ports = Vec::new();
     named(rules, "ports", &mut ports);
-    let ports = ports.into_iter().flat_map(|ports| ports.as_array().into_iter().flatten());
+    let ports = ports
+        .into_iter()
+        .flat_map(|ports| ports.as_array().into_iter().flatten());
     let range = |port: &Value| {
         let first = port["port"].as_u64().unwrap();
         first..=port["endPort"].as_u64().unwrap_or(first)

@@ -17,18 +17,35 @@ const PARTS: u64 = 1 << 21;
 /// A prompt of blocks with one token each.
 fn prompt(from: u64, count: u64, salt: Option<String>) -> Event {
     let hashes = (from..from + count).map(|at| EngineHash(mix(at))).collect();
-    let tokens = Tokens { ids: (from..from + count).map(|at| at as u32).collect(), bigrams: false };
-    Event::Stored(Box::new(Stored { hashes, tokens, block_size: 1, cache_salt: salt, ..Stored::default() }))
+    let tokens = Tokens {
+        ids: (from..from + count).map(|at| at as u32).collect(),
+        bigrams: false,
+    };
+    Event::Stored(Box::new(Stored {
+        hashes,
+        tokens,
+        block_size: 1,
+        cache_salt: salt,
+        ..Stored::default()
+    }))
 }
 
 fn normalizer(block_size: usize) -> Normalizer {
-    Normalizer::new(BlockSize::new(block_size as u32).unwrap(), MediaTokens::default())
+    Normalizer::new(
+        BlockSize::new(block_size as u32).unwrap(),
+        MediaTokens::default(),
+    )
 }
 
 /// A block that follows another one, whose salt is inherited.
 fn follows(parent: u64) -> Event {
-    let Event::Stored(stored) = prompt(1 << 50, 1, None) else { unreachable!("a store") };
-    Event::Stored(Box::new(Stored { parent: Some(EngineHash(mix(parent))), ..*stored }))
+    let Event::Stored(stored) = prompt(1 << 50, 1, None) else {
+        unreachable!("a store")
+    };
+    Event::Stored(Box::new(Stored {
+        parent: Some(EngineHash(mix(parent))),
+        ..*stored
+    }))
 }
 
 #[test]
@@ -38,9 +55,15 @@ fn blocks_with_salts() {
         for from in (0..SALTS + 64).step_by(64) {
             normalizer.convert(&prompt(from, 64, Some("tenant".to_owned())));
         }
-        assert!(matches!(normalizer.convert(&follows(SALTS - 1)), Converted::Event(_)));
+        assert!(matches!(
+            normalizer.convert(&follows(SALTS - 1)),
+            Converted::Event(_)
+        ));
         let beyond = normalizer.convert(&follows(SALTS + 1));
-        assert!(matches!(beyond, Converted::Filtered(Filtered::AmbiguousSalt)), "{beyond:?}");
+        assert!(
+            matches!(beyond, Converted::Filtered(Filtered::AmbiguousSalt)),
+            "{beyond:?}"
+        );
         (SALTS, normalizer)
     });
 }
@@ -53,9 +76,15 @@ fn bytes_of_salts() {
         for at in 0..most + 1 {
             normalizer.convert(&prompt(at, 1, Some(format!("{at:0>4096}"))));
         }
-        assert!(matches!(normalizer.convert(&follows(most - 1)), Converted::Event(_)));
+        assert!(matches!(
+            normalizer.convert(&follows(most - 1)),
+            Converted::Event(_)
+        ));
         let beyond = normalizer.convert(&follows(most));
-        assert!(matches!(beyond, Converted::Filtered(Filtered::AmbiguousSalt)), "{beyond:?}");
+        assert!(
+            matches!(beyond, Converted::Filtered(Filtered::AmbiguousSalt)),
+            "{beyond:?}"
+        );
         (SALT_BYTES, normalizer)
     });
 }
@@ -69,7 +98,9 @@ fn parts_of_blocks() {
             normalizer.convert(&prompt(from, 64, None));
         }
         let beyond = normalizer.convert(&prompt(PARTS, 1, None));
-        let Converted::Regrouped(events, outcome) = beyond else { panic!("{beyond:?}") };
+        let Converted::Regrouped(events, outcome) = beyond else {
+            panic!("{beyond:?}")
+        };
         assert_eq!((events.len(), outcome.as_str()), (0, "too_many_waiting"));
         (PARTS, normalizer)
     });

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use warmroute::block::{EngineHash, LocalHash};
-use warmroute::index::{BlockLimits, GroupNeed, KvEvent, Outcome, PrefixIndex, RankWriter, StoredBlock};
+use warmroute::index::{
+    BlockLimits, GroupNeed, KvEvent, Outcome, PrefixIndex, RankWriter, StoredBlock,
+};
 use warmroute::tier::Tier;
 use warmroute::worker::Slot;
 
@@ -27,7 +29,10 @@ fn limited(blocks: u64) -> IndexWithWriter {
 
 /// Blocks that are unlike any others.
 fn blocks(from: u64, count: u64) -> Vec<StoredBlock> {
-    let block = |at| StoredBlock { engine: EngineHash(mix(at)), local: LocalHash(mix(at + (1 << 40))) };
+    let block = |at| StoredBlock {
+        engine: EngineHash(mix(at)),
+        local: LocalHash(mix(at + (1 << 40))),
+    };
     (from..from + count).map(block).collect()
 }
 
@@ -35,7 +40,11 @@ fn blocks(from: u64, count: u64) -> Vec<StoredBlock> {
 fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: Tier) {
     let mut at = from;
     loop {
-        let event = KvEvent::Stored { parent: None, blocks: blocks(at, prompt), tier };
+        let event = KvEvent::Stored {
+            parent: None,
+            blocks: blocks(at, prompt),
+            tier,
+        };
         match writer.apply(&event) {
             Outcome::Ok | Outcome::DuplicateStore => at += prompt,
             outcome => return assert_eq!(outcome, Outcome::IndexFull),
@@ -61,7 +70,10 @@ fn blocks_in_short_prompts() {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         store_until_full(&mut writer, 0, 1, Tier::Device);
-        assert_eq!((index.stats().total.device, index.stats().runs), (most, most));
+        assert_eq!(
+            (index.stats().total.device, index.stats().runs),
+            (most, most)
+        );
         (most, (index, writer))
     });
 }
@@ -72,9 +84,17 @@ fn names_with_copies_after_lost_events() {
     measure("index::names_with_copies_after_lost_events", 768, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
-        writer.apply(&KvEvent::Stored { parent: None, blocks: blocks(1 << 50, 1), tier: Tier::Device });
+        writer.apply(&KvEvent::Stored {
+            parent: None,
+            blocks: blocks(1 << 50, 1),
+            tier: Tier::Device,
+        });
         for tier in LOWER {
-            writer.apply(&KvEvent::Stored { parent: None, blocks: blocks(1 << 50, 1), tier });
+            writer.apply(&KvEvent::Stored {
+                parent: None,
+                blocks: blocks(1 << 50, 1),
+                tier,
+            });
         }
         writer.doubt();
         store_until_full(&mut writer, 0, 1, Tier::Device);
@@ -84,13 +104,19 @@ fn names_with_copies_after_lost_events() {
         // Further copies, until as many are counted as there may be names.
         store_until_full(&mut writer, 0, 64, Tier::Device);
         let mut at = 1 << 30;
-        while writer.apply(&KvEvent::Stored { parent: None, blocks: blocks(at, 1), tier: Tier::HostPinned })
-            == Outcome::DuplicateStore
+        while writer.apply(&KvEvent::Stored {
+            parent: None,
+            blocks: blocks(at, 1),
+            tier: Tier::HostPinned,
+        }) == Outcome::DuplicateStore
         {
             at += 1;
         }
         let total = index.stats().total;
-        assert_eq!([total.device, total.host, total.disk, total.external], [most; 4]);
+        assert_eq!(
+            [total.device, total.host, total.disk, total.external],
+            [most; 4]
+        );
         assert!(total.copies > 5 * most, "{total:?}");
         (2 * most, (index, writer))
     });
@@ -102,8 +128,15 @@ fn names_of_one_block() {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         for name in 0..3 * most {
-            let blocks = vec![StoredBlock { engine: EngineHash(mix(name)), local: LocalHash(1) }];
-            writer.apply(&KvEvent::Stored { parent: None, blocks, tier: Tier::Device });
+            let blocks = vec![StoredBlock {
+                engine: EngineHash(mix(name)),
+                local: LocalHash(1),
+            }];
+            writer.apply(&KvEvent::Stored {
+                parent: None,
+                blocks,
+                tier: Tier::Device,
+            });
         }
         assert_eq!(index.stats().total.copies, 2 * most);
         (2 * most, (index, writer))
@@ -116,15 +149,24 @@ fn shares_of_cache_groups() {
     measure("index::shares_of_cache_groups", 320, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
-        let need = GroupNeed::Last { blocks: 2, stride: 1.try_into().unwrap() };
+        let need = GroupNeed::Last {
+            blocks: 2,
+            stride: 1.try_into().unwrap(),
+        };
         let store = |writer: &mut RankWriter, from: u64| {
             let blocks = (from..from + 512).map(|at| EngineHash(mix(at))).collect();
-            writer.apply(&KvEvent::GroupStored { group: 1, need, blocks })
+            writer.apply(&KvEvent::GroupStored {
+                group: 1,
+                need,
+                blocks,
+            })
         };
         store(&mut writer, 0);
         writer.doubt();
         for _ in 0..3 {
-            (0..2 * most + 512).step_by(512).for_each(|from| _ = store(&mut writer, from));
+            (0..2 * most + 512)
+                .step_by(512)
+                .for_each(|from| _ = store(&mut writer, from));
         }
         assert_eq!(store(&mut writer, 2 * most + 512), Outcome::IndexFull);
         assert!(index.stats().slots[0].over_limit >= 3 * 512);
@@ -138,7 +180,11 @@ fn blocks_that_await_parents() {
         let (index, mut writer) = limited(BLOCKS);
         let store = |writer: &mut RankWriter, at: u64| {
             let parent = Some(EngineHash(mix(at + (1 << 50))));
-            writer.apply(&KvEvent::Stored { parent, blocks: blocks(at, 1), tier: Tier::Disk })
+            writer.apply(&KvEvent::Stored {
+                parent,
+                blocks: blocks(at, 1),
+                tier: Tier::Disk,
+            })
         };
         (0..AWAITING).for_each(|at| assert_eq!(store(&mut writer, at), Outcome::ParentAwaited));
         assert_eq!(store(&mut writer, AWAITING), Outcome::TooManyWaiting);

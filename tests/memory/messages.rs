@@ -7,7 +7,9 @@ use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::envoy::service::endpoint::v3::endpoint_discovery_service_client::EndpointDiscoveryServiceClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
-use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse};
+use envoy_types::pb::envoy::service::ext_proc::v3::{
+    HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
+};
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, TcpStream};
@@ -37,15 +39,30 @@ fn meter(process: &Process) -> MemoryMeter {
 }
 
 /// An exchange of which nothing has been received.
-type PendingExchange = (UnboundedSender<ProcessingRequest>, Streaming<ProcessingResponse>);
+type PendingExchange = (
+    UnboundedSender<ProcessingRequest>,
+    Streaming<ProcessingResponse>,
+);
 
 async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
     let (sender, receiver) = unbounded_channel();
     for message in messages {
-        sender.send(ProcessingRequest { request: Some(message), ..ProcessingRequest::default() }).unwrap();
+        sender
+            .send(ProcessingRequest {
+                request: Some(message),
+                ..ProcessingRequest::default()
+            })
+            .unwrap();
     }
     let mut client = ExternalProcessorClient::new(channel);
-    (sender, client.process(UnboundedReceiverStream::new(receiver)).await.unwrap().into_inner())
+    (
+        sender,
+        client
+            .process(UnboundedReceiverStream::new(receiver))
+            .await
+            .unwrap()
+            .into_inner(),
+    )
 }
 
 /// A completion with a prompt of tokens. Each token but the first has two bytes in the body.
@@ -55,13 +72,26 @@ fn completion(first: usize, tokens: usize) -> Vec<Message> {
         raw_value: value.as_bytes().to_vec(),
         ..HeaderValue::default()
     };
-    let headers = [(":method", "POST"), (":path", "/v1/completions"), ("content-type", "application/json")];
-    let headers = HeaderMap { headers: headers.map(header).to_vec() };
+    let headers = [
+        (":method", "POST"),
+        (":path", "/v1/completions"),
+        ("content-type", "application/json"),
+    ];
+    let headers = HeaderMap {
+        headers: headers.map(header).to_vec(),
+    };
     let tokens = format!("{first}{}", ",1".repeat(tokens - 1));
     let body = format!(r#"{{"model":"m","prompt":"x","nvext":{{"token_data":[{tokens}]}}}}"#);
     vec![
-        Message::RequestHeaders(HttpHeaders { headers: Some(headers), ..HttpHeaders::default() }),
-        Message::RequestBody(HttpBody { body: body.into_bytes(), end_of_stream: true, ..HttpBody::default() }),
+        Message::RequestHeaders(HttpHeaders {
+            headers: Some(headers),
+            ..HttpHeaders::default()
+        }),
+        Message::RequestBody(HttpBody {
+            body: body.into_bytes(),
+            end_of_stream: true,
+            ..HttpBody::default()
+        }),
     ]
 }
 
@@ -86,10 +116,18 @@ async fn tokens_of_waiting_requests() {
     let mut waiting = Vec::new();
     for count in 1..=REQUESTS {
         waiting.push(exchange(channel.clone(), completion(count, TOKENS)).await);
-        process.shows("queue_prompt_tokens{class=\"default\"}", (count * TOKENS) as f64).await;
+        process
+            .shows(
+                "queue_prompt_tokens{class=\"default\"}",
+                (count * TOKENS) as f64,
+            )
+            .await;
     }
     let entries = (REQUESTS * TOKENS) as u64;
-    meter.compare("messages::tokens_of_waiting_requests", MemoryBound { entries, bytes: 6 });
+    meter.compare(
+        "messages::tokens_of_waiting_requests",
+        MemoryBound { entries, bytes: 6 },
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -101,11 +139,27 @@ async fn connections_of_a_listener() {
     for _ in 0..CONNECTIONS {
         connections.push(exchange(process.channel(process.grpc).await, Vec::new()).await);
     }
-    process.shows("connections{listener=\"ext_proc\"}", CONNECTIONS as f64).await;
-    let mut refused = TcpStream::connect(("127.0.0.1", process.grpc)).await.unwrap();
-    assert_eq!(refused.read(&mut [0; 64]).await.unwrap_or(0), 0, "the connection is accepted");
-    process.shows("connections_refused_total{listener=\"ext_proc\"}", 1.0).await;
-    meter.compare("messages::connections_of_a_listener", MemoryBound { entries: CONNECTIONS, bytes: 64 << 10 });
+    process
+        .shows("connections{listener=\"ext_proc\"}", CONNECTIONS as f64)
+        .await;
+    let mut refused = TcpStream::connect(("127.0.0.1", process.grpc))
+        .await
+        .unwrap();
+    assert_eq!(
+        refused.read(&mut [0; 64]).await.unwrap_or(0),
+        0,
+        "the connection is accepted"
+    );
+    process
+        .shows("connections_refused_total{listener=\"ext_proc\"}", 1.0)
+        .await;
+    meter.compare(
+        "messages::connections_of_a_listener",
+        MemoryBound {
+            entries: CONNECTIONS,
+            bytes: 64 << 10,
+        },
+    );
 }
 
 struct XdsStream {
@@ -117,7 +171,11 @@ impl XdsStream {
     async fn open(channel: Channel) -> Self {
         let (sender, receiver) = unbounded_channel();
         let mut client = EndpointDiscoveryServiceClient::new(channel);
-        let responses = client.stream_endpoints(UnboundedReceiverStream::new(receiver)).await.unwrap().into_inner();
+        let responses = client
+            .stream_endpoints(UnboundedReceiverStream::new(receiver))
+            .await
+            .unwrap()
+            .into_inner();
         Self { sender, responses }
     }
 
@@ -125,20 +183,36 @@ impl XdsStream {
     fn name(&self, count: usize, bytes: usize) {
         let unknown = (1..count).map(|at| format!("{at:0>bytes$}"));
         let resource_names = unknown.chain(["workers".to_owned()]).collect();
-        let type_url = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment".to_owned();
-        self.sender.send(DiscoveryRequest { resource_names, type_url, ..DiscoveryRequest::default() }).unwrap();
+        let type_url =
+            "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment".to_owned();
+        self.sender
+            .send(DiscoveryRequest {
+                resource_names,
+                type_url,
+                ..DiscoveryRequest::default()
+            })
+            .unwrap();
     }
 
     /// Asks for resources of unknown types, whose names have so many bytes.
     fn ask_for_other_types(&self, count: usize, bytes: usize) {
         for at in 0..count {
             let type_url = format!("{at}{}", "x".repeat(bytes));
-            self.sender.send(DiscoveryRequest { type_url, ..DiscoveryRequest::default() }).unwrap();
+            self.sender
+                .send(DiscoveryRequest {
+                    type_url,
+                    ..DiscoveryRequest::default()
+                })
+                .unwrap();
         }
     }
 
     async fn refusal(mut self) -> Option<Code> {
-        self.responses.message().await.err().map(|status| status.code())
+        self.responses
+            .message()
+            .await
+            .err()
+            .map(|status| status.code())
     }
 }
 
@@ -156,14 +230,28 @@ async fn names_of_xds_streams() {
         // Half of the bytes: the names that were answered count again.
         stream.name(NAMES, 128);
         let response = stream.responses.message().await.unwrap().unwrap();
-        assert_eq!(response.resources.len(), 1, "the endpoints of the only known cluster");
+        assert_eq!(
+            response.resources.len(),
+            1,
+            "the endpoints of the only known cluster"
+        );
         streams.push(stream);
     }
-    meter.compare("messages::names_of_xds_streams", MemoryBound { entries: (STREAMS * NAMES) as u64, bytes: 1280 });
+    meter.compare(
+        "messages::names_of_xds_streams",
+        MemoryBound {
+            entries: (STREAMS * NAMES) as u64,
+            bytes: 1280,
+        },
+    );
     for (count, bytes) in [(NAMES + 1, 128), (NAMES, 260)] {
         let stream = XdsStream::open(channel.clone()).await;
         stream.name(count, bytes);
-        assert_eq!(stream.refusal().await, Some(Code::ResourceExhausted), "{count} names of {bytes} bytes");
+        assert_eq!(
+            stream.refusal().await,
+            Some(Code::ResourceExhausted),
+            "{count} names of {bytes} bytes"
+        );
     }
     assert_eq!(process.metric("xds_streams").await, STREAMS as f64);
 }
@@ -185,12 +273,24 @@ fn queries_of_the_shared_cache() {
 async fn hold_queries(count: usize, prompt: Arc<BlockHashes>) -> (JoinSet<()>, Vec<TcpStream>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/lookup", listener.local_addr().unwrap());
-    let config = SharedCacheConfig { timeout: Period::seconds(600), ..SharedCacheConfig::at(url) };
+    let config = SharedCacheConfig {
+        timeout: Period::seconds(600),
+        ..SharedCacheConfig::at(url)
+    };
     let cache = Arc::new(HttpSharedCache::new(&config).unwrap());
     let mut queries = JoinSet::new();
     for _ in 0..count {
         let (cache, prompt) = (cache.clone(), prompt.clone());
-        queries.spawn(async move { drop(cache.hits(SharedQuery { model: "m", prompt: &prompt }).await) });
+        queries.spawn(async move {
+            drop(
+                cache
+                    .hits(SharedQuery {
+                        model: "m",
+                        prompt: &prompt,
+                    })
+                    .await,
+            )
+        });
     }
     let mut connections = Vec::new();
     while connections.len() < count {

@@ -29,20 +29,44 @@ impl PeersFixture {
     fn new() -> Self {
         let peers = Peers::new(ReplicaId(0), Duration::from_secs(3600));
         let load = LoadTracker::new(Instant::now);
-        load.open(Slot(0), WorkerRank { worker: WorkerId(1), rank: DpRank(0) });
-        Self { load, peers, random: SmallRng::seed_from_u64(1) }
+        load.open(
+            Slot(0),
+            WorkerRank {
+                worker: WorkerId(1),
+                rank: DpRank(0),
+            },
+        );
+        Self {
+            load,
+            peers,
+            random: SmallRng::seed_from_u64(1),
+        }
     }
 
     fn receive(&mut self, message: &[u8]) {
         let batch = Batch::decode(message).unwrap();
-        self.peers.hear(batch, &world(&self.load), Instant::now(), &mut self.random);
+        self.peers
+            .hear(batch, &world(&self.load), Instant::now(), &mut self.random);
     }
 
     /// Answers with a snapshot without reservations.
     fn complete_snapshot(&mut self, replica: u64) {
-        let snapshot = SnapshotPart { replica, sequence: 1, last: true, ..SnapshotPart::default() };
-        let outcome = self.peers.take(snapshot, &world(&self.load), Instant::now(), &mut self.random);
-        assert!(outcome.noted.contains(&Noted::Level(ReplicaId(replica), 0)), "{outcome:?}");
+        let snapshot = SnapshotPart {
+            replica,
+            sequence: 1,
+            last: true,
+            ..SnapshotPart::default()
+        };
+        let outcome = self.peers.take(
+            snapshot,
+            &world(&self.load),
+            Instant::now(),
+            &mut self.random,
+        );
+        assert!(
+            outcome.noted.contains(&Noted::Level(ReplicaId(replica), 0)),
+            "{outcome:?}"
+        );
     }
 }
 
@@ -126,7 +150,9 @@ fn reservations_of_short_prompts() {
         peers.complete_snapshot(1);
         let of_batch = RESERVATIONS / 64;
         for number in 0..65 {
-            let events: Vec<_> = (number * of_batch..(number + 1) * of_batch).map(short_reservation).collect();
+            let events: Vec<_> = (number * of_batch..(number + 1) * of_batch)
+                .map(short_reservation)
+                .collect();
             peers.receive(&batch(1, number as u8 + 2, &events));
         }
         (RESERVATIONS, peers)

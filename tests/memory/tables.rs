@@ -11,7 +11,9 @@ use warmroute::metrics::Metrics;
 use warmroute::openai::{self, Api};
 use warmroute::predict::{Policy, Predictor, Ttl};
 use warmroute::prompt::{Config, Encoder, PromptCache};
-use warmroute::sessions::{Entry, Hold, Refused as SessionRefused, SessionName, SessionRules, Sessions};
+use warmroute::sessions::{
+    Entry, Hold, Refused as SessionRefused, SessionName, SessionRules, Sessions,
+};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 use crate::{MIB, measure, measure_after, mix, setting};
@@ -23,10 +25,16 @@ const BOOKED_BLOCKS: u64 = 1 << 25;
 /// Default of `api.bookings`.
 const BOOKINGS: u64 = 1 << 20;
 
-const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+const RANK: WorkerRank = WorkerRank {
+    worker: WorkerId(1),
+    rank: DpRank(0),
+};
 
 fn predictor(most_blocks_per_rank: u64) -> Arc<Predictor> {
-    let ttl = Ttl { ttl: Duration::from_secs(3600), most_blocks_per_rank };
+    let ttl = Ttl {
+        ttl: Duration::from_secs(3600),
+        most_blocks_per_rank,
+    };
     let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
     predictor.open(Slot(0), RANK, None);
     predictor
@@ -34,7 +42,9 @@ fn predictor(most_blocks_per_rank: u64) -> Arc<Predictor> {
 
 /// A prompt that shares no block with others.
 fn prompt(number: u64, blocks: u64) -> BlockHashes {
-    let locals: Vec<_> = (number * blocks..(number + 1) * blocks).map(|at| LocalHash(mix(at))).collect();
+    let locals: Vec<_> = (number * blocks..(number + 1) * blocks)
+        .map(|at| LocalHash(mix(at)))
+        .collect();
     BlockHashes::chain(locals.len() * 16, BlockSize::new(16).unwrap(), locals)
 }
 
@@ -42,7 +52,8 @@ fn prompt(number: u64, blocks: u64) -> BlockHashes {
 fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
     let most = setting(PREDICTED);
     let predictor = predictor(most);
-    (0..most / blocks + 10).for_each(|number| drop(predictor.record(Slot(0), RANK, &prompt(number, blocks))));
+    (0..most / blocks + 10)
+        .for_each(|number| drop(predictor.record(Slot(0), RANK, &prompt(number, blocks))));
     let stats = predictor.stats();
     assert_eq!((stats.blocks, stats.ranks[0].evicted), (most, 10 * blocks));
     (most, predictor)
@@ -55,28 +66,39 @@ fn in_flight(blocks: u64) -> (u64, impl Sized) {
     let send = |number| predictor.send(Slot(0), RANK, &prompt(number, blocks));
     let prompts: Vec<_> = (0..most / blocks + 10).map(send).collect();
     let stats = predictor.stats();
-    assert_eq!((stats.in_flight, stats.ranks[0].refused), (most, 10 * blocks));
+    assert_eq!(
+        (stats.in_flight, stats.ranks[0].refused),
+        (most, 10 * blocks)
+    );
     (most, (predictor, prompts))
 }
 
 #[test]
 fn predicted_blocks_of_long_prompts() {
-    measure("tables::predicted_blocks_of_long_prompts", 48, || confirmed(512));
+    measure("tables::predicted_blocks_of_long_prompts", 48, || {
+        confirmed(512)
+    });
 }
 
 #[test]
 fn predicted_blocks_of_short_prompts() {
-    measure("tables::predicted_blocks_of_short_prompts", 896, || confirmed(1));
+    measure("tables::predicted_blocks_of_short_prompts", 896, || {
+        confirmed(1)
+    });
 }
 
 #[test]
 fn blocks_of_long_prompts_in_flight() {
-    measure("tables::blocks_of_long_prompts_in_flight", 48, || in_flight(512));
+    measure("tables::blocks_of_long_prompts_in_flight", 48, || {
+        in_flight(512)
+    });
 }
 
 #[test]
 fn blocks_of_short_prompts_in_flight() {
-    measure("tables::blocks_of_short_prompts_in_flight", 896, || in_flight(1));
+    measure("tables::blocks_of_short_prompts_in_flight", 896, || {
+        in_flight(1)
+    });
 }
 
 /// Idle sessions with the longest names, of as many tenants.
@@ -101,13 +123,25 @@ fn sessions_with_notes() {
         let sessions = Sessions::new(rules, Instant::now);
         sessions.on_move(|| ());
         sessions.on_word(1, || ());
-        let mut holds: Vec<_> = (0..rules.most_sessions).map(|number| first(&sessions, number)).collect();
+        let mut holds: Vec<_> = (0..rules.most_sessions)
+            .map(|number| first(&sessions, number))
+            .collect();
         let [id, tenant] = [&"x".repeat(256), &"y".repeat(256)];
-        let name = SessionName { id, parent: None, model: Some("m"), tenant: Some(tenant) };
-        let full = SessionRefused::Full { most: rules.most_sessions };
+        let name = SessionName {
+            id,
+            parent: None,
+            model: Some("m"),
+            tenant: Some(tenant),
+        };
+        let full = SessionRefused::Full {
+            most: rules.most_sessions,
+        };
         assert_eq!(sessions.enter(name).unwrap_err(), full);
         for worker in 2..6 {
-            let to = WorkerRank { worker: WorkerId(worker), ..RANK };
+            let to = WorkerRank {
+                worker: WorkerId(worker),
+                ..RANK
+            };
             holds.iter_mut().for_each(|hold| hold.rebind(to));
         }
         (rules.most_sessions as u64, (sessions, holds))
@@ -117,7 +151,12 @@ fn sessions_with_notes() {
 /// The first request of a session of another tenant.
 fn first(sessions: &Arc<Sessions>, number: usize) -> Hold {
     let [id, tenant] = ["s", "t"].map(|kind| format!("{kind}{number:0>255}"));
-    let name = SessionName { id: &id, parent: None, model: Some("m"), tenant: Some(&tenant) };
+    let name = SessionName {
+        id: &id,
+        parent: None,
+        model: Some("m"),
+        tenant: Some(&tenant),
+    };
     match sessions.enter(name).unwrap() {
         Entry::First(binding) => binding.bind(RANK),
         other => panic!("{other:?}"),
@@ -127,7 +166,12 @@ fn first(sessions: &Arc<Sessions>, number: usize) -> Hold {
 fn ledger(most: u64, blocks: u64) -> Ledger {
     let load = LoadTracker::new(Instant::now);
     load.open(Slot(0), RANK);
-    let rules = Rules { most: most as usize, blocks: blocks as usize, ended: most as usize / 8, ..Rules::default() };
+    let rules = Rules {
+        most: most as usize,
+        blocks: blocks as usize,
+        ended: most as usize / 8,
+        ..Rules::default()
+    };
     Ledger::new(load, rules)
 }
 
@@ -144,7 +188,15 @@ fn book(ledger: &mut Ledger, number: u64, blocks: u64) -> Result<(), Refused> {
         until: Until::End,
     };
     // Ids may have 512 bytes.
-    ledger.add(Attempt { request: &format!("{number:0>512}"), number: 0 }, vec![booking]).map(|_| ())
+    ledger
+        .add(
+            Attempt {
+                request: &format!("{number:0>512}"),
+                number: 0,
+            },
+            vec![booking],
+        )
+        .map(|_| ())
 }
 
 #[test]
@@ -154,7 +206,12 @@ fn booked_blocks() {
         let most = BOOKED_BLOCKS / 32;
         let mut ledger = ledger(BOOKINGS, most);
         (0..most / 512).for_each(|number| book(&mut ledger, number, 512).unwrap());
-        assert_eq!(book(&mut ledger, most, 512), Err(Refused::Blocks { most: most as usize }));
+        assert_eq!(
+            book(&mut ledger, most, 512),
+            Err(Refused::Blocks {
+                most: most as usize
+            })
+        );
         (most, ledger)
     });
 }
@@ -165,7 +222,12 @@ fn bookings_of_short_prompts() {
         let most = setting(BOOKINGS);
         let mut ledger = ledger(most, BOOKED_BLOCKS);
         (0..most).for_each(|number| book(&mut ledger, number, 1).unwrap());
-        assert_eq!(book(&mut ledger, most, 1), Err(Refused::Full { most: most as usize }));
+        assert_eq!(
+            book(&mut ledger, most, 1),
+            Err(Refused::Full {
+                most: most as usize
+            })
+        );
         (most, ledger)
     });
 }
@@ -173,7 +235,11 @@ fn bookings_of_short_prompts() {
 /// An encoder that has tokenized a text, so that its own tables exist.
 fn fast_encoder() -> Encoder {
     let file = "examples/models/qwen2.5/tokenizer.json.gz";
-    let config = Config { tokenizer: file.into(), tokenizer_config: None, chat_template: None };
+    let config = Config {
+        tokenizer: file.into(),
+        tokenizer_config: None,
+        chat_template: None,
+    };
     let encoder = Encoder::load(&config).unwrap();
     encoder.quicken().unwrap();
     encoder
@@ -199,7 +265,9 @@ fn prompt_cache() {
                 .collect();
             let body = json!({"model": "m", "messages": messages}).to_string();
             let request = openai::parse(Api::ChatCompletions, body.as_bytes()).unwrap();
-            encoder.tokenize_resuming(&encoder.render(&request).unwrap(), None).unwrap();
+            encoder
+                .tokenize_resuming(&encoder.render(&request).unwrap(), None)
+                .unwrap();
             chat += 1;
         }
         assert!(cache.bytes() as u64 <= most && cache.bytes() as u64 > most - 8192);

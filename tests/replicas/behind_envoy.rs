@@ -45,9 +45,20 @@ impl Replica {
         let program = &programs().warmroute[0];
         let mut command = Command::new(program);
         command.arg("serve").arg("--config").arg(&file);
-        let child = Child::spawn(&format!("warmroute-{number}"), &command, &deployment.run_dir).unwrap();
+        let child = Child::spawn(
+            &format!("warmroute-{number}"),
+            &command,
+            &deployment.run_dir,
+        )
+        .unwrap();
         let replica = Self { child, admin };
-        wait_ready(Ready::Http(&replica.url("/readyz")), PATIENCE, &replica.child).await.unwrap();
+        wait_ready(
+            Ready::Http(&replica.url("/readyz")),
+            PATIENCE,
+            &replica.child,
+        )
+        .await
+        .unwrap();
         replica
     }
 
@@ -58,13 +69,21 @@ impl Replica {
 
 fn socket(deployment: &Deployment, number: usize) -> PathBuf {
     let first = deployment.standalone().ext_proc_socket();
-    if number == 0 { first } else { Path::new(&first).with_file_name(format!("ext_proc-{number}.sock")) }
+    if number == 0 {
+        first
+    } else {
+        Path::new(&first).with_file_name(format!("ext_proc-{number}.sock"))
+    }
 }
 
 /// The shipped configuration with three servers of exchanges, those that do not answer left out.
 fn envoy_config(deployment: &Deployment) -> String {
-    let endpoint =
-        |number| format!("{{endpoint: {{address: {{pipe: {{path: {}}}}}}}}}", socket(deployment, number).display());
+    let endpoint = |number| {
+        format!(
+            "{{endpoint: {{address: {{pipe: {{path: {}}}}}}}}}",
+            socket(deployment, number).display()
+        )
+    };
     let (one, all) = (endpoint(0), [0, 1, 2].map(endpoint).join(", "));
     let shipped = deployment.envoy_config();
     assert_eq!(shipped.matches(&one).count(), 2, "{one}");
@@ -93,15 +112,31 @@ async fn client(number: usize, deployment: (reqwest::Client, String), answers: A
         }
         let body = json!({"model": MODEL, "prompt": essay(at % 64), "max_tokens": 2, "user": format!("{number}")});
         let answer = async {
-            let answer = http.post(&url).json(&body).send().await?.error_for_status()?;
-            let text = |name: &str| answer.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
+            let answer = http
+                .post(&url)
+                .json(&body)
+                .send()
+                .await?
+                .error_for_status()?;
+            let text = |name: &str| {
+                answer
+                    .headers()
+                    .get(name)
+                    .map(|value| value.to_str().unwrap().to_owned())
+            };
             let (worker, mode) = (text("x-worker-instance-id"), text("x-warmroute-mode"));
             answer.bytes().await.map(|_| (worker, mode))
         };
         match answer.await {
             Ok((worker, mode)) => {
-                *answers.by_worker.lock().entry(worker.unwrap_or_default()).or_default() += 1;
-                answers.routed.fetch_add(usize::from(mode.is_some()), Ordering::Relaxed);
+                *answers
+                    .by_worker
+                    .lock()
+                    .entry(worker.unwrap_or_default())
+                    .or_default() += 1;
+                answers
+                    .routed
+                    .fetch_add(usize::from(mode.is_some()), Ordering::Relaxed);
             }
             Err(error) => answers.failed.lock().push(format!("{error:?}")),
         }
@@ -109,7 +144,8 @@ async fn client(number: usize, deployment: (reqwest::Client, String), answers: A
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is_gone_for_a_while() {
+async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is_gone_for_a_while()
+{
     let mut nats = Nats::started();
     let mut deployment = Deployment::engines(&[fast(1), fast(2), fast(3), fast(4)]).await;
     deployment.write_workers().unwrap();
@@ -130,7 +166,10 @@ async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is
         .collect();
     let reached = async |part: usize| {
         let wanted = REQUESTS * part / 10;
-        until(PATIENCE * 10, async || answers.sent.load(Ordering::Relaxed) >= wanted).await
+        until(PATIENCE * 10, async || {
+            answers.sent.load(Ordering::Relaxed) >= wanted
+        })
+        .await
     };
     assert!(reached(2).await);
     third.child.kill9();
@@ -144,9 +183,15 @@ async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is
         client.await.unwrap();
     }
     let (took, routed) = (began.elapsed(), answers.routed.load(Ordering::Relaxed));
-    println!("{REQUESTS} requests in {took:?}, {routed} routed; by worker {:?}", answers.by_worker.lock());
+    println!(
+        "{REQUESTS} requests in {took:?}, {routed} routed; by worker {:?}",
+        answers.by_worker.lock()
+    );
     assert_eq!(answers.failed.lock()[..], [""; 0]);
-    assert!(routed * 100 >= REQUESTS * 95, "only {routed} of {REQUESTS} were routed");
+    assert!(
+        routed * 100 >= REQUESTS * 95,
+        "only {routed} of {REQUESTS} were routed"
+    );
 
     let pages = [deployment.admin_url(""), second.url(""), third.url("")];
     for of in &pages {
@@ -159,25 +204,52 @@ async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is
 
 /// Waits until nothing is booked at a replica, by itself or by others.
 async fn comes_to_rest(http: &reqwest::Client, of: &str) {
-    let page =
-        async |path: &str| -> Value { http.get(format!("{of}{path}")).send().await.unwrap().json().await.unwrap() };
+    let page = async |path: &str| -> Value {
+        http.get(format!("{of}{path}"))
+            .send()
+            .await
+            .unwrap()
+            .json()
+            .await
+            .unwrap()
+    };
     let rests = async || {
         let (load, replicas) = (page("/debug/load").await, page("/debug/replicas").await);
         let is_idle = |rank: &Value| {
-            ["active_requests", "active_blocks", "active_prefill_tokens"].iter().all(|what| rank[*what] == 0)
+            ["active_requests", "active_blocks", "active_prefill_tokens"]
+                .iter()
+                .all(|what| rank[*what] == 0)
         };
         let peers = replicas["peers"].as_array().unwrap();
         load.as_array().unwrap().iter().all(is_idle)
             && replicas["connected"] == true
             && peers.len() == 2
-            && peers.iter().all(|peer| peer["level"] == true && peer["reservations"] == 0)
+            && peers
+                .iter()
+                .all(|peer| peer["level"] == true && peer["reservations"] == 0)
     };
-    assert!(until(PATIENCE, rests).await, "{}\n{}", page("/debug/load").await, page("/debug/replicas").await);
+    assert!(
+        until(PATIENCE, rests).await,
+        "{}\n{}",
+        page("/debug/load").await,
+        page("/debug/replicas").await
+    );
 }
 
 /// Requests that a replica has routed.
 async fn routed_by(http: &reqwest::Client, of: &str) -> f64 {
-    let text = http.get(format!("{of}/metrics")).send().await.unwrap().text().await.unwrap();
-    let lines = text.lines().filter(|line| line.starts_with("warmroute_requests_total{"));
-    lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+    let text = http
+        .get(format!("{of}/metrics"))
+        .send()
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
+    let lines = text
+        .lines()
+        .filter(|line| line.starts_with("warmroute_requests_total{"));
+    lines
+        .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
+        .sum()
 }

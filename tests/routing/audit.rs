@@ -10,7 +10,11 @@ use crate::support::stack::EngineSpec;
 
 async fn bed(specs: &[EngineSpec]) -> Bed {
     // Whoever is busy is avoided, whatever it has cached.
-    Bed::start(specs, json!({"observe": "usage", "schedule": {"decode_active_request_weight": 1000.0}})).await
+    Bed::start(
+        specs,
+        json!({"observe": "usage", "schedule": {"decode_active_request_weight": 1000.0}}),
+    )
+    .await
 }
 
 /// The sums once everything is looked into.
@@ -19,14 +23,24 @@ pub(crate) async fn sums(bed: &Bed, answers: u64) -> Value {
     let done = until(SOON, async || {
         totals = bed.stack.debug("audit").await.unwrap();
         let sums = &totals["models"]["qwen2.5"];
-        let counted = ["answers", "no_usage", "no_details", "undecided"].map(|key| sums[key].as_u64().unwrap_or(0));
+        let counted = ["answers", "no_usage", "no_details", "undecided"]
+            .map(|key| sums[key].as_u64().unwrap_or(0));
         counted.iter().sum::<u64>() == answers && totals["waiting"] == 0
     });
     assert!(done.await, "{totals:#}");
     let sums = totals["models"]["qwen2.5"].take();
-    let missed: u64 = sums["missed_tokens"].as_object().unwrap().values().map(|tokens| tokens.as_u64().unwrap()).sum();
+    let missed: u64 = sums["missed_tokens"]
+        .as_object()
+        .unwrap()
+        .values()
+        .map(|tokens| tokens.as_u64().unwrap())
+        .sum();
     let number = |key: &str| sums[key].as_u64().unwrap();
-    assert_eq!(missed, number("prompt_tokens") - number("delivered_tokens"), "{sums:#}");
+    assert_eq!(
+        missed,
+        number("prompt_tokens") - number("delivered_tokens"),
+        "{sums:#}"
+    );
     sums
 }
 
@@ -40,15 +54,22 @@ async fn every_missed_token_has_its_cause_and_the_command_says_it() {
     // Nobody had it, and of what is left of the last block nobody ever will.
     let cold = sums(&bed, 1).await;
     let reusable = (tokens - 1) / 16 * 16;
-    assert_eq!(cold["missed_tokens"], json!({"block_alignment": tokens - reusable, "workload": reusable}));
+    assert_eq!(
+        cold["missed_tokens"],
+        json!({"block_alignment": tokens - reusable, "workload": reusable})
+    );
     // The same again comes as foreseen.
     assert_eq!(bed.ask(&prompt).await.engine(), first.engine());
     let warm = sums(&bed, 2).await;
-    assert_eq!((&warm["equal"], &warm["delivered_tokens"]), (&json!(2), &json!(reusable)));
+    assert_eq!(
+        (&warm["equal"], &warm["delivered_tokens"]),
+        (&json!(2), &json!(reusable))
+    );
     // The warm one is busy, and so the other is taken.
     bed.first_tokens(first.engine(), false).await;
     let busy = bed.asking(&prompt);
-    bed.wait_load(first.engine(), "active_requests", |active| active == 1).await;
+    bed.wait_load(first.engine(), "active_requests", |active| active == 1)
+        .await;
     let spilled = bed.ask(&prompt).await;
     assert_ne!(spilled.engine(), first.engine());
     bed.first_tokens(first.engine(), true).await;
@@ -59,28 +80,45 @@ async fn every_missed_token_has_its_cause_and_the_command_says_it() {
         json!({"block_alignment": 4 * (tokens - reusable), "workload": reusable, "load_spill": reusable})
     );
     assert_eq!(
-        (&all["equal"], &all["available_tokens"], &all["captured_tokens"]),
+        (
+            &all["equal"],
+            &all["available_tokens"],
+            &all["captured_tokens"]
+        ),
         (&json!(4), &json!(3 * reusable), &json!(2 * reusable))
     );
     let page = bed.metrics().await;
-    assert_eq!(page.sum("audit_tokens_total", &[("kind", "prompt")]), all["prompt_tokens"].as_f64().unwrap());
+    assert_eq!(
+        page.sum("audit_tokens_total", &[("kind", "prompt")]),
+        all["prompt_tokens"].as_f64().unwrap()
+    );
     let missed = all["prompt_tokens"].as_u64().unwrap() - all["delivered_tokens"].as_u64().unwrap();
     assert_eq!(page.sum("audit_missed_tokens_total", &[]), missed as f64);
 
     let admin = bed.stack.admin_url("");
     let command = |more: &[&str]| {
-        let ran = Command::new(env!("CARGO_BIN_EXE_warmroute")).args(["audit", "--admin", &admin]).args(more).output();
+        let ran = Command::new(env!("CARGO_BIN_EXE_warmroute"))
+            .args(["audit", "--admin", &admin])
+            .args(more)
+            .output();
         let ran = ran.unwrap();
         assert!(ran.status.success(), "{ran:?}");
         String::from_utf8(ran.stdout).unwrap()
     };
     let text = command(&["--price", "1000000"]);
-    for words in
-        ["qwen2.5", "found cached: prefill tokens saved", "worth", "no worker had cached it", "came as foreseen"]
-    {
+    for words in [
+        "qwen2.5",
+        "found cached: prefill tokens saved",
+        "worth",
+        "no worker had cached it",
+        "came as foreseen",
+    ] {
         assert!(text.contains(words), "{words}:\n{text}");
     }
-    assert_eq!(serde_json::from_str::<Value>(&command(&["--json"])).unwrap()["models"]["qwen2.5"], all);
+    assert_eq!(
+        serde_json::from_str::<Value>(&command(&["--json"])).unwrap()["models"]["qwen2.5"],
+        all
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -90,11 +128,20 @@ async fn blocks_that_are_gone_by_the_time_of_the_prefill_were_evicted() {
     bed.ask(&prompt).await.engine();
     bed.settle().await;
     // The engine forgets at once and says so only with its next step.
-    let reset = bed.http.post(bed.engine(1).url("/reset_prefix_cache")).send().await.unwrap();
+    let reset = bed
+        .http
+        .post(bed.engine(1).url("/reset_prefix_cache"))
+        .send()
+        .await
+        .unwrap();
     assert!(reset.status().is_success());
     bed.ask(&prompt).await.engine();
     let sums = sums(&bed, 2).await;
-    assert_eq!((&sums["errors"], &sums["less"]), (&json!({"evicted": 1}), &json!(1)), "{sums:#}");
+    assert_eq!(
+        (&sums["errors"], &sums["less"]),
+        (&json!({"evicted": 1}), &json!(1)),
+        "{sums:#}"
+    );
     assert_eq!(sums["missed_tokens"]["evicted"], sums["captured_tokens"]);
 }
 
@@ -104,24 +151,36 @@ async fn what_an_engine_has_although_its_events_were_lost_is_a_stale_index() {
     spec.replay = false;
     let bed = bed(&[spec]).await;
     let prompt = text(&essay(3));
-    bed.misbehave(1, json!({"drop_events": {"batches": 1, "keep_for_replay": false}})).await;
+    bed.misbehave(
+        1,
+        json!({"drop_events": {"batches": 1, "keep_for_replay": false}}),
+    )
+    .await;
     bed.ask(&prompt).await.engine();
     bed.ask(&prompt).await.engine();
     let sums = sums(&bed, 2).await;
-    assert_eq!((&sums["errors"], &sums["more"]), (&json!({"stale_index": 1}), &json!(1)), "{sums:#}");
+    assert_eq!(
+        (&sums["errors"], &sums["more"]),
+        (&json!({"stale_index": 1}), &json!(1)),
+        "{sums:#}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_that_renders_otherwise_shows_as_parity_and_one_that_says_nothing_is_counted() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("other.jinja");
-    std::fs::write(&template, "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}")
-        .unwrap();
+    std::fs::write(
+        &template,
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
+    )
+    .unwrap();
     let bed = bed(&[engine(1).with(&["--chat-template", template.to_str().unwrap()])]).await;
     bed.ask(&chat(&essay(4))).await.engine();
     let sums_of_parity = sums(&bed, 1).await;
     assert!(
-        sums_of_parity["missed_tokens"]["parity"].as_u64().is_some() || sums_of_parity["errors"]["parity"] == 1,
+        sums_of_parity["missed_tokens"]["parity"].as_u64().is_some()
+            || sums_of_parity["errors"]["parity"] == 1,
         "{sums_of_parity:#}"
     );
     drop(bed);
@@ -132,5 +191,12 @@ async fn an_engine_that_renders_otherwise_shows_as_parity_and_one_that_says_noth
     streamed["stream"] = json!(true);
     bed.ask(&streamed).await.engine();
     let silent = sums(&bed, 2).await;
-    assert_eq!((&silent["no_details"], &silent["no_usage"], &silent["answers"]), (&json!(1), &json!(1), &json!(0)));
+    assert_eq!(
+        (
+            &silent["no_details"],
+            &silent["no_usage"],
+            &silent["answers"]
+        ),
+        (&json!(1), &json!(1), &json!(0))
+    );
 }

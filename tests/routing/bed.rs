@@ -73,7 +73,11 @@ impl Bed {
     }
 
     /// The same behind an Envoy of one's own.
-    pub(crate) async fn behind(specs: &[EngineSpec], more: Value, envoy: impl Fn(&str) -> String) -> Self {
+    pub(crate) async fn behind(
+        specs: &[EngineSpec],
+        more: Value,
+        envoy: impl Fn(&str) -> String,
+    ) -> Self {
         Self::behind_file("standalone", specs, more, envoy).await
     }
 
@@ -84,8 +88,13 @@ impl Bed {
         more: Value,
         envoy: impl Fn(&str) -> String,
     ) -> Self {
-        let dir = tempfile::Builder::new().prefix("warmroute-").tempdir().unwrap();
-        let mut stack = Stack::engines(&programs(), specs, dir.path()).await.unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-")
+            .tempdir()
+            .unwrap();
+        let mut stack = Stack::engines(&programs(), specs, dir.path())
+            .await
+            .unwrap();
         stack.write_workers().unwrap();
         let mut config = json!({
             "response": {"worker_header": true, "prediction_header": true},
@@ -93,12 +102,20 @@ impl Bed {
             "readiness": {"event_sources_deadline": "60s"},
             "log": {"level": "info"},
         });
-        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         stack.start_router(&config).await.unwrap();
         let shipped = stack.standalone().config_of(file, &[]).unwrap();
         stack.start_envoy(&envoy(&shipped)).await.unwrap();
         let http = warmroute::tls::client().timeout(SOON).build().unwrap();
-        Self { stack, http, harvested: Vec::new(), _dir: dir }
+        Self {
+            stack,
+            http,
+            harvested: Vec::new(),
+            _dir: dir,
+        }
     }
 
     pub(crate) fn post(&self, body: &Value) -> RequestBuilder {
@@ -116,13 +133,20 @@ impl Bed {
 
     /// Tells an engine how to misbehave.
     pub(crate) async fn misbehave(&self, id: u64, how: Value) {
-        let response = self.http.post(self.engine(id).url("/sim/misbehave")).json(&how).send().await.unwrap();
+        let response = self
+            .http
+            .post(self.engine(id).url("/sim/misbehave"))
+            .json(&how)
+            .send()
+            .await
+            .unwrap();
         assert!(response.status().is_success());
     }
 
     /// Whether first tokens of an engine come; where they do not, its prefills do not end.
     pub(crate) async fn first_tokens(&self, id: u64, come: bool) {
-        self.misbehave(id, json!({"hold_first_tokens": !come})).await;
+        self.misbehave(id, json!({"hold_first_tokens": !come}))
+            .await;
     }
 
     pub(crate) fn engine(&self, id: u64) -> &Engine {
@@ -130,7 +154,11 @@ impl Bed {
     }
 
     fn at(&self, id: u64) -> usize {
-        self.stack.engines.iter().position(|engine| engine.spec.id == id).unwrap()
+        self.stack
+            .engines
+            .iter()
+            .position(|engine| engine.spec.id == id)
+            .unwrap()
     }
 
     /// Keeps what an engine has counted until now, before it is killed.
@@ -140,13 +168,23 @@ impl Bed {
     }
 
     async fn page(&self, id: u64) -> MetricsPage {
-        let page = self.http.get(self.engine(id).url("/metrics")).send().await.unwrap();
+        let page = self
+            .http
+            .get(self.engine(id).url("/metrics"))
+            .send()
+            .await
+            .unwrap();
         MetricsPage::read(&page.text().await.unwrap())
     }
 
     /// A counter or gauge of an engine, over all engines.
     pub(crate) async fn engines(&self, name: &str) -> f64 {
-        let all: Vec<u64> = self.stack.engines.iter().map(|engine| engine.spec.id).collect();
+        let all: Vec<u64> = self
+            .stack
+            .engines
+            .iter()
+            .map(|engine| engine.spec.id)
+            .collect();
         self.engine_sum(&all, name).await
     }
 
@@ -155,7 +193,10 @@ impl Bed {
     pub(crate) async fn engine_sum(&self, ids: &[u64], name: &str) -> f64 {
         let of = |page: &MetricsPage| page.sum(name).unwrap_or_else(|| panic!("no {name}"));
         let counted = |name: &str| name.ends_with("_total");
-        let before = self.harvested.iter().filter(|(id, _)| ids.contains(id) && counted(name));
+        let before = self
+            .harvested
+            .iter()
+            .filter(|(id, _)| ids.contains(id) && counted(name));
         let mut sum = before.map(|(_, page)| of(page)).sum();
         for id in ids.iter().filter(|id| self.engine(**id).pid().is_some()) {
             sum += of(&self.page(*id).await);
@@ -169,12 +210,22 @@ impl Bed {
     }
 
     pub(crate) async fn restart(&mut self, id: u64) {
-        let (programs, run_dir, at) = (self.stack.programs.clone(), self.stack.run_dir.clone(), self.at(id));
-        self.stack.engines[at].restart(&programs, &run_dir).await.unwrap();
+        let (programs, run_dir, at) = (
+            self.stack.programs.clone(),
+            self.stack.run_dir.clone(),
+            self.at(id),
+        );
+        self.stack.engines[at]
+            .restart(&programs, &run_dir)
+            .await
+            .unwrap();
     }
 
     pub(crate) async fn metrics(&self) -> Page {
-        let asking = self.http.get(self.stack.admin_url("/metrics")).header("accept", openmetrics::ACCEPT);
+        let asking = self
+            .http
+            .get(self.stack.admin_url("/metrics"))
+            .header("accept", openmetrics::ACCEPT);
         let response = asking.send().await.unwrap();
         assert_eq!(response.status(), StatusCode::OK);
         Page::read(&response.text().await.unwrap())
@@ -189,18 +240,34 @@ impl Bed {
     /// A number of one worker rank as `/debug/load` has it.
     pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
         let ranks = self.stack.debug("load").await.unwrap();
-        let own = ranks.as_array().unwrap().iter().filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
-        own.map(|rank| rank[of].as_u64().unwrap_or_else(|| panic!("no {of} in {ranks}"))).sum()
+        let own = ranks
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
+        own.map(|rank| {
+            rank[of]
+                .as_u64()
+                .unwrap_or_else(|| panic!("no {of} in {ranks}"))
+        })
+        .sum()
     }
 
     pub(crate) async fn wait_load(&self, id: u64, of: &str, wanted: impl Fn(u64) -> bool) {
         let reached = until(SOON, async || wanted(self.load(id, of).await)).await;
-        assert!(reached, "{of} of worker {id} is {}", self.load(id, of).await);
+        assert!(
+            reached,
+            "{of} of worker {id} is {}",
+            self.load(id, of).await
+        );
     }
 
     /// Waits until nothing is in flight, and insists that then nothing is booked, waits or runs in a session.
     pub(crate) async fn quiet(&self) {
-        self.shows("exchanges are open", |page| page.sum("exchanges_open", &[]) == 0.0).await;
+        self.shows("exchanges are open", |page| {
+            page.sum("exchanges_open", &[]) == 0.0
+        })
+        .await;
         let load = self.stack.debug("load").await.unwrap();
         for rank in load.as_array().unwrap() {
             for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
@@ -208,7 +275,12 @@ impl Bed {
             }
         }
         let page = self.metrics().await;
-        for family in ["queue_requests", "queue_prompt_tokens", "queue_cached_tokens", "session_requests"] {
+        for family in [
+            "queue_requests",
+            "queue_prompt_tokens",
+            "queue_cached_tokens",
+            "session_requests",
+        ] {
             assert_eq!(page.sum(family, &[]), 0.0, "{family}:\n{}", page.text());
         }
     }
@@ -217,26 +289,38 @@ impl Bed {
     pub(crate) async fn settle(&self) {
         self.quiet().await;
         let agree = async || {
-            let indexed = self.stack.debug("index").await.unwrap()["total"]["device"].as_u64().unwrap();
+            let indexed = self.stack.debug("index").await.unwrap()["total"]["device"]
+                .as_u64()
+                .unwrap();
             indexed == self.cached_blocks().await
         };
-        assert!(until(SOON, agree).await, "the index differs from what the engines hold");
+        assert!(
+            until(SOON, agree).await,
+            "the index differs from what the engines hold"
+        );
     }
 
     async fn cached_blocks(&self) -> u64 {
         let mut blocks = 0;
         for engine in &self.stack.engines {
-            let Ok(response) = self.http.get(engine.url("/sim/state")).send().await else { continue };
+            let Ok(response) = self.http.get(engine.url("/sim/state")).send().await else {
+                continue;
+            };
             let state: Value = response.json().await.unwrap();
             let ranks = state["ranks"].as_array().unwrap().iter();
-            blocks += ranks.map(|rank| rank["cached"].as_array().unwrap().len() as u64).sum::<u64>();
+            blocks += ranks
+                .map(|rank| rank["cached"].as_array().unwrap().len() as u64)
+                .sum::<u64>();
         }
         blocks
     }
 
     /// Asks engine after engine for the same, directly, so that each of them has it cached.
     pub(crate) async fn warm(&self, id: u64, body: &Value) {
-        let request = self.http.post(self.engine(id).url(path_of(body))).json(body);
+        let request = self
+            .http
+            .post(self.engine(id).url(path_of(body)))
+            .json(body);
         assert_eq!(request.send().await.unwrap().status(), StatusCode::OK);
         self.settle().await;
     }
@@ -244,14 +328,29 @@ impl Bed {
 
 pub(crate) fn programs() -> Programs {
     let tests = std::env::current_exe().unwrap();
-    let engine = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
+    let engine = tests
+        .parent()
+        .unwrap()
+        .with_file_name("examples")
+        .join("engine_sim");
     // A whole `cargo test` builds it first; a run of this test alone does not.
-    assert!(Path::exists(&engine), "{} is missing: cargo build --example engine_sim", engine.display());
-    Programs { warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()], engine: vec![engine.into()] }
+    assert!(
+        Path::exists(&engine),
+        "{} is missing: cargo build --example engine_sim",
+        engine.display()
+    );
+    Programs {
+        warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()],
+        engine: vec![engine.into()],
+    }
 }
 
 pub(crate) fn path_of(body: &Value) -> &'static str {
-    if body["prompt"].is_null() { "/v1/chat/completions" } else { "/v1/completions" }
+    if body["prompt"].is_null() {
+        "/v1/chat/completions"
+    } else {
+        "/v1/completions"
+    }
 }
 
 /// A unary completion. All chats begin alike, so that whoever had one is warmer for the next; completions need not.
@@ -275,7 +374,10 @@ pub(crate) fn stream(question: &str, tokens: u64) -> Value {
 
 /// A few hundred tokens that no other `topic` begins with.
 pub(crate) fn essay(topic: usize) -> String {
-    let words = ["river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour", "thread"];
+    let words = [
+        "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
+        "thread",
+    ];
     let word = |at: usize| words[(at * 7 + topic * (at + 3)) % words.len()];
     let body: Vec<&str> = (0..300).map(word).collect();
     format!("{topic} is the number: {}", body.join(" "))
@@ -312,12 +414,19 @@ impl Answer {
                 end => break end.is_err(),
             }
         };
-        Self { status, headers, text: String::from_utf8(text).unwrap(), cut }
+        Self {
+            status,
+            headers,
+            text: String::from_utf8(text).unwrap(),
+            cut,
+        }
     }
 
     /// A header; empty where there is none.
     pub(crate) fn header(&self, name: &str) -> &str {
-        self.headers.get(name).map_or("", |value| value.to_str().unwrap())
+        self.headers
+            .get(name)
+            .map_or("", |value| value.to_str().unwrap())
     }
 
     /// The worker that answered.
@@ -335,7 +444,9 @@ impl Answer {
 
     /// The worker that the response names.
     pub(crate) fn chosen(&self) -> u64 {
-        self.header("x-worker-instance-id").parse().unwrap_or_else(|_| panic!("nobody was chosen: {self:?}"))
+        self.header("x-worker-instance-id")
+            .parse()
+            .unwrap_or_else(|_| panic!("nobody was chosen: {self:?}"))
     }
 
     pub(crate) fn mode(&self) -> &str {
@@ -351,13 +462,23 @@ impl Answer {
         assert_eq!(self.status, status, "{self:?}");
         assert_eq!(self.header("content-type"), "application/json", "{self:?}");
         let error = &self.json()["error"];
-        let text = |key: &str| error[key].as_str().unwrap_or_else(|| panic!("no {key}: {self:?}")).to_owned();
-        assert!(!text("type").is_empty() && error.get("param").is_some(), "{self:?}");
+        let text = |key: &str| {
+            error[key]
+                .as_str()
+                .unwrap_or_else(|| panic!("no {key}: {self:?}"))
+                .to_owned()
+        };
+        assert!(
+            !text("type").is_empty() && error.get("param").is_some(),
+            "{self:?}"
+        );
         (text("code"), text("message"))
     }
 
     /// Seconds after which the client may come back.
     pub(crate) fn retry_after(&self) -> u64 {
-        self.header("retry-after").parse().unwrap_or_else(|_| panic!("no Retry-After: {self:?}"))
+        self.header("retry-after")
+            .parse()
+            .unwrap_or_else(|_| panic!("no Retry-After: {self:?}"))
     }
 }

@@ -12,18 +12,25 @@ const LABELS: &str = include_str!("../../src/metrics/labels.rs");
 fn worker_labels() -> Vec<&'static str> {
     let sets = LABELS.split("pub struct ").skip(1).filter(|set| {
         let fields = set.split('}').next().unwrap();
-        ["worker_id:", "dp_rank:", "endpoint:"].iter().any(|field| fields.contains(field))
+        ["worker_id:", "dp_rank:", "endpoint:"]
+            .iter()
+            .any(|field| fields.contains(field))
     });
-    sets.map(|set| set.split_whitespace().next().unwrap()).collect()
+    sets.map(|set| set.split_whitespace().next().unwrap())
+        .collect()
 }
 
 /// The families of series that name a worker.
 fn worker_families() -> Vec<&'static str> {
     let labels = worker_labels();
-    let declared = FAMILIES.lines().filter_map(|line| line.trim().strip_suffix(';')?.split_once(": "));
+    let declared = FAMILIES
+        .lines()
+        .filter_map(|line| line.trim().strip_suffix(';')?.split_once(": "));
     let of_workers = declared.filter(|(_, declared)| {
         let declared = declared.split(" = ").next().unwrap();
-        labels.iter().any(|labels| declared.contains(&format!("<{labels}")))
+        labels
+            .iter()
+            .any(|labels| declared.contains(&format!("<{labels}")))
     });
     of_workers.map(|(name, _)| name).collect()
 }
@@ -47,17 +54,26 @@ fn shown<'f>(page: &str, families: &[&'f str], id: u64) -> Vec<&'f str> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn departed_worker_leaves_no_metric_series() {
     let families = worker_families();
-    assert!(families.contains(&"chosen_not_reached") && families.len() >= 13, "{families:?}");
+    assert!(
+        families.contains(&"chosen_not_reached") && families.len() >= 13,
+        "{families:?}"
+    );
     let more = json!({"approximate": {"predicted_ttl": "600s"}, "health": {"failures": 1000}});
     let mut bed = Bed::start(&[engine(1), engine(2)], more).await;
     let mut turn = 0;
-    let all_but_one: Vec<_> = families.iter().copied().filter(|family| *family != "chosen_not_reached").collect();
+    let all_but_one: Vec<_> = families
+        .iter()
+        .copied()
+        .filter(|family| *family != "chosen_not_reached")
+        .collect();
     // The lag of a source appears with the first batch that is not replayed.
     let all_served = until(SOON, async || {
         turn += 1;
         bed.ask(&text(&essay(turn))).await;
         let page = bed.metrics().await;
-        [1, 2].iter().all(|id| shown(page.text(), &families, *id) == all_but_one)
+        [1, 2]
+            .iter()
+            .all(|id| shown(page.text(), &families, *id) == all_but_one)
     });
     assert!(all_served.await, "{}", bed.metrics().await.text());
     bed.settle().await;
@@ -67,15 +83,23 @@ async fn departed_worker_leaves_no_metric_series() {
         bed.ask(&text(&format!("{turn} is not reached"))).await;
         shown(bed.metrics().await.text(), &families, 2) == families
     });
-    assert!(all_shown.await, "only {:?} of {families:?}", shown(bed.metrics().await.text(), &families, 2));
+    assert!(
+        all_shown.await,
+        "only {:?} of {families:?}",
+        shown(bed.metrics().await.text(), &families, 2)
+    );
 
     let endpoint = bed.engine(2).address.to_string();
     let remaining: Vec<Value> = vec![bed.engine(1).entry()];
     bed.stack.write_worker_entries(&json!(remaining)).unwrap();
-    bed.shows("the worker leaves", |page| page.sum("workers", &[]) == 1.0).await;
+    bed.shows("the worker leaves", |page| page.sum("workers", &[]) == 1.0)
+        .await;
     let page = bed.metrics().await;
-    let left: Vec<_> =
-        page.text().lines().filter(|line| line.contains("worker_id=\"2\"") || line.contains(&endpoint)).collect();
+    let left: Vec<_> = page
+        .text()
+        .lines()
+        .filter(|line| line.contains("worker_id=\"2\"") || line.contains(&endpoint))
+        .collect();
     assert!(left.is_empty(), "{left:#?}");
     let kept = shown(page.text(), &families, 1);
     assert_eq!(kept, all_but_one);

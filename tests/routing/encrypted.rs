@@ -14,14 +14,19 @@ fn encrypting(shipped: &str, port: u16, context: &Value) -> String {
     let mut config = patient(shipped);
     let start = config.find("{pipe: {path: ").unwrap();
     let end = start + config[start..].find("}}").unwrap() + "}}".len();
-    config.replace_range(start..end, &format!("{{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}"));
+    config.replace_range(
+        start..end,
+        &format!("{{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}"),
+    );
     let mut context = context.clone();
-    context["@type"] = json!("type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext");
+    context["@type"] =
+        json!("type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext");
     let socket = json!({"name": "envoy.transport_sockets.tls", "typed_config": context});
     let cluster = "  - name: ext_proc\n    type: STATIC\n    connect_timeout: 0.25s\n";
     assert_eq!(config.matches(cluster).count(), 1);
-    let encrypted =
-        format!("  - name: ext_proc\n    type: STATIC\n    connect_timeout: 30s\n    transport_socket: {socket}\n");
+    let encrypted = format!(
+        "  - name: ext_proc\n    type: STATIC\n    connect_timeout: 30s\n    transport_socket: {socket}\n"
+    );
     config.replace(cluster, &encrypted)
 }
 
@@ -35,17 +40,29 @@ async fn serves_exactly(bed: &Bed) {
     }
     bed.quiet().await;
     let page = bed.metrics().await;
-    let shaken = page.sum("tls_handshakes_total", &[("listener", "ext_proc"), ("outcome", "done")]);
+    let shaken = page.sum(
+        "tls_handshakes_total",
+        &[("listener", "ext_proc"), ("outcome", "done")],
+    );
     assert!(shaken >= 1.0, "{}", page.text());
-    assert_eq!(page.sum("tls_handshakes_total", &[("outcome", "failed")]), 0.0, "{}", page.text());
+    assert_eq!(
+        page.sum("tls_handshakes_total", &[("outcome", "failed")]),
+        0.0,
+        "{}",
+        page.text()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_envoy_that_encrypts_and_does_not_check_is_served() {
     let port = FreePort::find().unwrap().release();
-    let more = json!({"listen": {"tcp": format!("127.0.0.1:{port}"), "tls": {"self_signed": true}}});
+    let more =
+        json!({"listen": {"tcp": format!("127.0.0.1:{port}"), "tls": {"self_signed": true}}});
     let context = json!({"common_tls_context": {"alpn_protocols": ["h2"]}});
-    let bed = Bed::behind(&[engine(1), engine(2)], more, |shipped| encrypting(shipped, port, &context)).await;
+    let bed = Bed::behind(&[engine(1), engine(2)], more, |shipped| {
+        encrypting(shipped, port, &context)
+    })
+    .await;
     serves_exactly(&bed).await;
 }
 
@@ -78,6 +95,9 @@ async fn an_envoy_that_checks_and_shows_a_certificate_is_served() {
             },
         },
     });
-    let bed = Bed::behind(&[engine(1), engine(2)], more, |shipped| encrypting(shipped, port, &context)).await;
+    let bed = Bed::behind(&[engine(1), engine(2)], more, |shipped| {
+        encrypting(shipped, port, &context)
+    })
+    .await;
     serves_exactly(&bed).await;
 }

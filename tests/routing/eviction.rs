@@ -22,7 +22,8 @@ fn request(topic: usize) -> Value {
 
 /// Sends requests of a few topics in turn, eight at a time.
 async fn replay(bed: &Bed, count: usize) -> Vec<Answer> {
-    let asked = stream::iter(0..count).map(|at| async move { bed.ask(&request(at * 7 % 12)).await });
+    let asked =
+        stream::iter(0..count).map(|at| async move { bed.ask(&request(at * 7 % 12)).await });
     asked.buffer_unordered(8).collect().await
 }
 
@@ -32,16 +33,33 @@ async fn evicted_blocks_are_not_taken_for_other_tokens() {
     let bed = Bed::start(&[small_engine(1), small_engine(2)], config).await;
     let answers = replay(&bed, 60).await;
     let mut modes = BTreeMap::<String, usize>::new();
-    answers.iter().for_each(|answer| *modes.entry(answer.mode().to_owned()).or_default() += 1);
+    answers
+        .iter()
+        .for_each(|answer| *modes.entry(answer.mode().to_owned()).or_default() += 1);
     let parity = async || bed.stack.debug("parity").await.unwrap()[0].take();
-    assert_eq!(modes, [("exact".to_owned(), 60)].into(), "{:#}", parity().await);
+    assert_eq!(
+        modes,
+        [("exact".to_owned(), 60)].into(),
+        "{:#}",
+        parity().await
+    );
     // The checks run and confirm the tokens although the blocks are gone by then.
-    let confirmed = until(SOON, async || parity().await["confirmed"].as_u64().unwrap() >= 10).await;
+    let confirmed = until(SOON, async || {
+        parity().await["confirmed"].as_u64().unwrap() >= 10
+    })
+    .await;
     let shown = parity().await;
     assert!(confirmed, "{shown:#}");
-    assert_eq!((&shown["mistrusted"], &shown["unconfirmed"]), (&json!(false), &json!(0)), "{shown:#}");
+    assert_eq!(
+        (&shown["mistrusted"], &shown["unconfirmed"]),
+        (&json!(false), &json!(0)),
+        "{shown:#}"
+    );
     for id in ["1", "2"] {
-        assert!(shown["workers"][id]["events"]["differs"].is_null(), "{shown:#}");
+        assert!(
+            shown["workers"][id]["events"]["differs"].is_null(),
+            "{shown:#}"
+        );
     }
     let audited = async || bed.stack.debug("audit").await.unwrap();
     assert!(until(SOON, async || audited().await["waiting"] == 0).await);
@@ -50,7 +68,12 @@ async fn evicted_blocks_are_not_taken_for_other_tokens() {
     assert!(sums["missed_tokens"].get("parity").is_none(), "{sums:#}");
     let explained = ["evicted", "stored_meanwhile"];
     let causes = sums["errors"].as_object().unwrap();
-    assert!(causes.keys().all(|cause| explained.contains(&cause.as_str())), "{sums:#}");
+    assert!(
+        causes
+            .keys()
+            .all(|cause| explained.contains(&cause.as_str())),
+        "{sums:#}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -69,7 +92,8 @@ async fn blocks_evicted_while_a_request_waits_are_audited_as_evicted() {
     let mut others = Vec::new();
     for (at, topic) in (1..=3).enumerate() {
         others.push(bed.asking(&with_answer(topic, 700)));
-        bed.wait_load(1, "active_requests", |active| active == at as u64 + 1).await;
+        bed.wait_load(1, "active_requests", |active| active == at as u64 + 1)
+            .await;
     }
     let waited = bed.ask(&repeated).await;
     assert_eq!(waited.mode(), "exact", "{waited:?}");
@@ -84,17 +108,36 @@ async fn blocks_evicted_while_a_request_waits_are_audited_as_evicted() {
     assert!(whole.await, "{:#}", audited().await);
     let sums = audited().await["models"][MODEL].take();
     assert_eq!(sums["errors"], json!({"evicted": 1}), "{sums:#}");
-    assert!(sums["missed_tokens"]["evicted"].as_u64().is_some_and(|tokens| tokens > 0), "{sums:#}");
+    assert!(
+        sums["missed_tokens"]["evicted"]
+            .as_u64()
+            .is_some_and(|tokens| tokens > 0),
+        "{sums:#}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_tokens_are_proven_while_blocks_are_evicted() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("other.jinja");
-    std::fs::write(&template, "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}")
-        .unwrap();
-    let flags = ["--no-tokenize", "--no-render", "--num-blocks", "60", "--chat-template", template.to_str().unwrap()];
-    let bed = Bed::start(&[engine(1).with(&flags)], json!({"self_test": {"grace": "300ms"}})).await;
+    std::fs::write(
+        &template,
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
+    )
+    .unwrap();
+    let flags = [
+        "--no-tokenize",
+        "--no-render",
+        "--num-blocks",
+        "60",
+        "--chat-template",
+        template.to_str().unwrap(),
+    ];
+    let bed = Bed::start(
+        &[engine(1).with(&flags)],
+        json!({"self_test": {"grace": "300ms"}}),
+    )
+    .await;
     let mut topic = 0;
     let found = until(SOON, async || {
         topic += 1;
@@ -102,6 +145,10 @@ async fn other_tokens_are_proven_while_blocks_are_evicted() {
         bed.ask(&chat).await.engine();
         bed.stack.debug("parity").await.unwrap()[0]["mistrusted"] == true
     });
-    assert!(found.await, "{:#}", bed.stack.debug("parity").await.unwrap());
+    assert!(
+        found.await,
+        "{:#}",
+        bed.stack.debug("parity").await.unwrap()
+    );
     assert!(topic <= 100, "{topic} requests");
 }

@@ -65,14 +65,21 @@ struct Outsider {
 impl Outsider {
     async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (address, came) = (listener.local_addr().unwrap().to_string(), Arc::new(AtomicUsize::new(0)));
+        let (address, came) = (
+            listener.local_addr().unwrap().to_string(),
+            Arc::new(AtomicUsize::new(0)),
+        );
         let counter = came.clone();
         let task = tokio::spawn(async move {
             while listener.accept().await.is_ok() {
                 counter.fetch_add(1, Ordering::SeqCst);
             }
         });
-        Self { address, came, task }
+        Self {
+            address,
+            came,
+            task,
+        }
     }
 
     fn came(&self) -> usize {
@@ -89,7 +96,10 @@ impl Drop for Outsider {
 async fn ask(bed: &Bed, body: &Value, forged: [Option<&str>; 2]) -> Answer {
     let names = [CLUSTER, DESTINATION].into_iter().zip(forged);
     let set = names.filter_map(|(name, value)| Some((name, value?)));
-    Answer::of(set.fold(bed.post(body), |request, (name, value)| request.header(name, value))).await
+    Answer::of(set.fold(bed.post(body), |request, (name, value)| {
+        request.header(name, value)
+    }))
+    .await
 }
 
 /// Forged pairs: towards the outsider, towards an engine that was not chosen, and half of one.
@@ -110,19 +120,36 @@ async fn asked(bed: &Bed) -> f64 {
 
 /// Workers that meet: the copy goes to whom warmroute chose.
 async fn with_prefill_workers(envoy: Envoy) {
-    let (bed, outsider) = (mirror::start_behind("20", json!({}), envoy).await, Outsider::start().await);
+    let (bed, outsider) = (
+        mirror::start_behind("20", json!({}), envoy).await,
+        Outsider::start().await,
+    );
     let engine = bed.engine(PREFILL[0]).address.to_string();
     for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
         for body in [chat(&essay(topic)), stream(&essay(topic + 100), 4)] {
-            let before = (asked(&bed).await, bed.engines("engine_sim:rooms_met_total").await);
+            let before = (
+                asked(&bed).await,
+                bed.engines("engine_sim:rooms_met_total").await,
+            );
             let answer = ask(&bed, &body, forged).await;
             assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
             mirror::all_met(&bed).await;
-            let after = (asked(&bed).await, bed.engines("engine_sim:rooms_met_total").await);
-            assert_eq!(after, (before.0 + 2.0, before.1 + 2.0), "one prefill and one decode: {forged:?}");
+            let after = (
+                asked(&bed).await,
+                bed.engines("engine_sim:rooms_met_total").await,
+            );
+            assert_eq!(
+                after,
+                (before.0 + 2.0, before.1 + 2.0),
+                "one prefill and one decode: {forged:?}"
+            );
         }
     }
-    assert_eq!(outsider.came(), 0, "somebody got a copy whom nobody had chosen");
+    assert_eq!(
+        outsider.came(),
+        0,
+        "somebody got a copy whom nobody had chosen"
+    );
 }
 
 /// Workers that do both phases: there is no copy.
@@ -136,9 +163,17 @@ async fn without_prefill_workers(envoy: Envoy) {
         let answer = ask(&bed, &chat(&essay(topic)), forged).await;
         assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
         assert!(until(SOON, async || bed.idle().await).await);
-        assert_eq!(asked(&bed).await, before + 1.0, "nobody but who was chosen: {forged:?}");
+        assert_eq!(
+            asked(&bed).await,
+            before + 1.0,
+            "nobody but who was chosen: {forged:?}"
+        );
     }
-    assert_eq!(outsider.came(), 0, "somebody got a copy whom nobody had chosen");
+    assert_eq!(
+        outsider.came(),
+        0,
+        "somebody got a copy whom nobody had chosen"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -165,7 +200,11 @@ async fn nor_where_warmroute_alone_has_to_see_to_that() {
 async fn without_warmroute_envoy_alone_sees_to_it_and_without_both_the_outsider_gets_the_request() {
     let envoys: [(Patch, u16, bool); 3] = [
         (unstripped, 503, false),
-        (|shipped| choosing_alone(&with_anywhere(shipped)), 200, false),
+        (
+            |shipped| choosing_alone(&with_anywhere(shipped)),
+            200,
+            false,
+        ),
         (|shipped| choosing_alone(&unstripped(shipped)), 200, true),
     ];
     for (envoy, status, reached) in envoys {
@@ -173,17 +212,32 @@ async fn without_warmroute_envoy_alone_sees_to_it_and_without_both_the_outsider_
         let mut bed = Bed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
         let outsider = Outsider::start().await;
         bed.stack.kill9_router();
-        let answer = ask(&bed, &chat(&essay(1)), [Some("anywhere"), Some(&outsider.address)]).await;
+        let answer = ask(
+            &bed,
+            &chat(&essay(1)),
+            [Some("anywhere"), Some(&outsider.address)],
+        )
+        .await;
         assert_eq!(answer.status, status, "{answer:?}");
         if reached {
-            assert!(until(SOON, async || outsider.came() > 0).await, "this shows that the tests above can fail");
+            assert!(
+                until(SOON, async || outsider.came() > 0).await,
+                "this shows that the tests above can fail"
+            );
         } else {
             let copies = async || {
-                let stats =
-                    bed.http.get(bed.stack.standalone().admin_url("/stats?filter=cluster.anywhere.upstream_cx_total"));
+                let stats = bed.http.get(
+                    bed.stack
+                        .standalone()
+                        .admin_url("/stats?filter=cluster.anywhere.upstream_cx_total"),
+                );
                 stats.send().await.unwrap().text().await.unwrap()
             };
-            assert!(copies().await.contains("upstream_cx_total: 0"), "{}", copies().await);
+            assert!(
+                copies().await.contains("upstream_cx_total: 0"),
+                "{}",
+                copies().await
+            );
             assert_eq!(outsider.came(), 0);
         }
     }

@@ -19,7 +19,10 @@ use crate::told::{Alone, Told, tokens_seen, told};
 /// Clients that ask without a pause in chaos.
 const CLIENTS: usize = 12;
 
-#[expect(clippy::disallowed_methods, reason = "how much is wanted, from the outside")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "how much is wanted, from the outside"
+)]
 fn wanted(name: &str, usual: usize) -> usize {
     std::env::var(name).map_or(usual, |text| text.parse().unwrap())
 }
@@ -29,7 +32,11 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// The `number`th request: half of them share their beginning with others.
 fn body(number: usize) -> Value {
-    let topic = if number.is_multiple_of(2) { number % 16 } else { number };
+    let topic = if number.is_multiple_of(2) {
+        number % 16
+    } else {
+        number
+    };
     match number % 3 {
         0 => chat(&essay(topic)),
         1 => text(&format!("{}{number}", essay(topic))),
@@ -51,18 +58,29 @@ async fn storm(bed: &Bed) -> f64 {
         let told = told(body, answer).unwrap_or_else(|why| panic!("{why}: {answer:?} to {body}"));
         good.push((body, told));
     }
-    Alone::start().await.agrees(good.iter().map(|(body, told)| (*body, told))).await;
+    Alone::start()
+        .await
+        .agrees(good.iter().map(|(body, told)| (*body, told)))
+        .await;
     assert_eq!(phases(bed, "remote_prefill").await, count as f64);
     count as f64
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_many_requests_that_are_handed_over_none_is_lost_or_mixed_up() {
-    let bed = call::start(&call::pools(&call::NIXL), call::calling(json!({}), json!({}))).await;
+    let bed = call::start(
+        &call::pools(&call::NIXL),
+        call::calling(json!({}), json!({})),
+    )
+    .await;
     let count = storm(&bed).await;
     bed.nothing_left().await;
     assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, count);
-    assert_eq!(bed.engines("engine_sim:kv_leases_expired_total").await, 0.0, "everybody came for his blocks");
+    assert_eq!(
+        bed.engines("engine_sim:kv_leases_expired_total").await,
+        0.0,
+        "everybody came for his blocks"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,7 +88,11 @@ async fn of_many_requests_that_meet_none_is_lost_or_mixed_up() {
     let bed = mirror::start("20", json!({})).await;
     let count = storm(&bed).await;
     mirror::all_met(&bed).await;
-    assert_eq!(bed.engines("engine_sim:rooms_met_total").await, 2.0 * count, "each of them once on either side");
+    assert_eq!(
+        bed.engines("engine_sim:rooms_met_total").await,
+        2.0 * count,
+        "each of them once on either side"
+    );
 }
 
 /// What became of one request in chaos.
@@ -113,9 +135,16 @@ async fn chaos(bed: &mut Bed, pools: &[&[u64]]) -> Chaos {
         while !over.load(Ordering::Relaxed) {
             let body = body(number.fetch_add(1, Ordering::Relaxed));
             let from = Instant::now();
-            let answer = Answer::begun(http.post(format!("{url}{}", path_of(&body))).json(&body)).await;
+            let answer =
+                Answer::begun(http.post(format!("{url}{}", path_of(&body))).json(&body)).await;
             let (to, told) = (Instant::now(), told(&body, &answer));
-            fates.push(Fate { body, from, to, answer, told });
+            fates.push(Fate {
+                body,
+                from,
+                to,
+                answer,
+                told,
+            });
         }
         fates
     };
@@ -125,7 +154,10 @@ async fn chaos(bed: &mut Bed, pools: &[&[u64]]) -> Chaos {
         let end = Instant::now() + Duration::from_secs(wanted("WARMROUTE_CHAOS", 8) as u64);
         while Instant::now() < end || deaths.len() < 3 * pools.len() {
             let next = tokio::time::Instant::now() + Duration::from_secs(2);
-            let victims: Vec<u64> = pools.iter().map(|pool| pool[random.random_range(0..pool.len())]).collect();
+            let victims: Vec<u64> = pools
+                .iter()
+                .map(|pool| pool[random.random_range(0..pool.len())])
+                .collect();
             for of in &victims {
                 bed.harvest(*of).await;
             }
@@ -134,7 +166,11 @@ async fn chaos(bed: &mut Bed, pools: &[&[u64]]) -> Chaos {
             tokio::time::sleep(Duration::from_millis(random.random_range(0..1000))).await;
             for of in victims {
                 bed.restart(of).await;
-                deaths.push(Death { of, from, to: Instant::now() });
+                deaths.push(Death {
+                    of,
+                    from,
+                    to: Instant::now(),
+                });
             }
             // On a slow machine starting takes its time, and two deaths that overlap are another test.
             tokio::time::sleep_until(next.max(tokio::time::Instant::now() + PAUSE)).await;
@@ -144,7 +180,10 @@ async fn chaos(bed: &mut Bed, pools: &[&[u64]]) -> Chaos {
     };
     let asking = futures_util::future::join_all((0..CLIENTS).map(|_| ask()));
     let (fates, deaths) = tokio::join!(asking, kill);
-    Chaos { fates: fates.into_iter().flatten().collect(), deaths }
+    Chaos {
+        fates: fates.into_iter().flatten().collect(),
+        deaths,
+    }
 }
 
 /// When engines send the headers of a stream.
@@ -164,12 +203,15 @@ impl Chaos {
     async fn insist(&self, headers: Headers) {
         let Self { fates, deaths } = self;
         let lost: Vec<&Fate> = fates.iter().filter(|fate| fate.told.is_err()).collect();
-        let has_token = |fate: &Fate| fate.body["stream"].is_null() || tokens_seen(&fate.answer.text) > 0;
+        let has_token =
+            |fate: &Fate| fate.body["stream"].is_null() || tokens_seen(&fate.answer.text) > 0;
         let forgiven = |fate: &Fate| {
             let begun = fate.answer.status == 200 && fate.answer.cut;
             begun
                 && (has_token(fate) || headers == Headers::AtOnce)
-                && deaths.iter().any(|death| death.of == fate.answer.engine() && death.met(fate))
+                && deaths
+                    .iter()
+                    .any(|death| death.of == fate.answer.engine() && death.met(fate))
         };
         let others: Vec<_> = lost.iter().filter(|fate| !forgiven(fate)).collect();
         println!(
@@ -177,21 +219,40 @@ impl Chaos {
             fates.len(),
             deaths.len(),
             lost.len() - others.len(),
-            lost.iter().filter(|fate| forgiven(fate) && !has_token(fate)).count(),
+            lost.iter()
+                .filter(|fate| forgiven(fate) && !has_token(fate))
+                .count(),
             others.len()
         );
         for fate in others.iter().take(5) {
-            println!("{:?} after {:?}: {:?}", fate.told, fate.to - fate.from, fate.answer);
+            println!(
+                "{:?} after {:?}: {:?}",
+                fate.told,
+                fate.to - fate.from,
+                fate.answer
+            );
         }
         assert!(fates.len() > 20 * deaths.len(), "it was no chaos");
-        assert!(others.is_empty(), "{} were lost: {:?} {:?}", others.len(), others[0].told, others[0].answer);
-        let good = fates.iter().filter_map(|fate| Some((&fate.body, fate.told.as_ref().ok()?)));
+        assert!(
+            others.is_empty(),
+            "{} were lost: {:?} {:?}",
+            others.len(),
+            others[0].told,
+            others[0].answer
+        );
+        let good = fates
+            .iter()
+            .filter_map(|fate| Some((&fate.body, fate.told.as_ref().ok()?)));
         Alone::start().await.agrees(good).await;
     }
 
     /// Requests that were under way when workers of a pool died.
     fn under_way(&self, pool: [u64; 2]) -> usize {
-        let died = |fate: &&Fate| self.deaths.iter().any(|death| pool.contains(&death.of) && death.met(fate));
+        let died = |fate: &&Fate| {
+            self.deaths
+                .iter()
+                .any(|death| pool.contains(&death.of) && death.met(fate))
+        };
         self.fates.iter().filter(died).count()
     }
 }
@@ -200,18 +261,37 @@ impl Chaos {
 async fn calling() -> Bed {
     let args = [
         &call::NIXL[..],
-        &["--kv-lease", "10s", "--kv-load-timeout", "500ms", "--kv-load-failure-policy", "recompute"],
+        &[
+            "--kv-lease",
+            "10s",
+            "--kv-load-timeout",
+            "500ms",
+            "--kv-load-failure-policy",
+            "recompute",
+        ],
     ]
     .concat();
-    call::start(&call::pools(&args), call::calling(json!({"deadline": "5s"}), json!({}))).await
+    call::start(
+        &call::pools(&args),
+        call::calling(json!({"deadline": "5s"}), json!({})),
+    )
+    .await
 }
 
 /// Insists that blocks are kept for nobody any longer, and that they were kept in vain only where a decode worker died that
 /// was to come for them.
 async fn insist_on_no_leases(bed: &Bed, chaos: &Chaos) {
-    assert!(until(SOON, async || bed.engines("engine_sim:kv_leases").await == 0.0).await, "leases are left over");
+    assert!(
+        until(SOON, async || bed.engines("engine_sim:kv_leases").await
+            == 0.0)
+        .await,
+        "leases are left over"
+    );
     bed.nothing_left().await;
-    let (expired, most) = (bed.engines("engine_sim:kv_leases_expired_total").await, chaos.under_way(call::DECODE));
+    let (expired, most) = (
+        bed.engines("engine_sim:kv_leases_expired_total").await,
+        chaos.under_way(call::DECODE),
+    );
     assert!(
         expired <= most as f64,
         "{expired} leases expired, and no more than {most} requests saw a decode worker die"

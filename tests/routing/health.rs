@@ -21,7 +21,10 @@ async fn out(bed: &Bed) -> f64 {
 
 /// How many requests were sent to a worker that did not answer them.
 async fn missed(bed: &Bed, id: u64) -> u64 {
-    bed.metrics().await.sum("chosen_not_reached_total", &[("worker_id", &id.to_string())]) as u64
+    bed.metrics().await.sum(
+        "chosen_not_reached_total",
+        &[("worker_id", &id.to_string())],
+    ) as u64
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -39,13 +42,21 @@ async fn a_dead_worker_is_left_out_tried_once_at_a_time_and_used_again_when_it_i
         let answer = bed.ask(&text(&format!("{turn} before"))).await;
         assert_eq!(answer.engine(), 1, "Envoy tries another: {answer:?}");
         misses += u64::from(answer.is_retried());
-        assert_eq!(answer.chosen(), 1, "the header names the worker that served: {answer:?}");
+        assert_eq!(
+            answer.chosen(),
+            1,
+            "the header names the worker that served: {answer:?}"
+        );
         bed.quiet().await;
         out(&bed).await == 1.0
     });
     assert!(went_out.await, "{}", bed.metrics().await.text());
     let since = Instant::now();
-    assert_eq!((misses, missed(&bed, 2).await), (3, 3), "out after three failures, not before");
+    assert_eq!(
+        (misses, missed(&bed, 2).await),
+        (3, 3),
+        "out after three failures, not before"
+    );
     bed.quiet().await;
 
     // Many at once, again and again: while it is out nobody is sent there, and then exactly one.
@@ -54,11 +65,21 @@ async fn a_dead_worker_is_left_out_tried_once_at_a_time_and_used_again_when_it_i
         round += 1;
         let sent = Instant::now();
         let answers = many(&bed, 16, &format!("{round} meanwhile")).await;
-        assert!(answers.iter().all(|answer| answer.engine() == 1), "{answers:?}");
+        assert!(
+            answers.iter().all(|answer| answer.engine() == 1),
+            "{answers:?}"
+        );
         let probes = answers.iter().filter(|answer| answer.is_retried()).count();
         // The next probe is not due before twice that time.
-        assert!(probes <= 1 || sent.elapsed() > 2 * FIRST, "{probes} probes at once");
-        assert!(probes == 0 || since.elapsed() + Duration::from_millis(500) > FIRST, "after {:?}", since.elapsed());
+        assert!(
+            probes <= 1 || sent.elapsed() > 2 * FIRST,
+            "{probes} probes at once"
+        );
+        assert!(
+            probes == 0 || since.elapsed() + Duration::from_millis(500) > FIRST,
+            "after {:?}",
+            since.elapsed()
+        );
         probes == 1
     });
     assert!(tried.await, "nobody tried it");
@@ -74,7 +95,12 @@ async fn a_dead_worker_is_left_out_tried_once_at_a_time_and_used_again_when_it_i
         out(&bed).await == 0.0
     });
     assert!(back.await, "{}", bed.metrics().await.text());
-    let served = async || many(&bed, 4, "later").await.iter().any(|answer| answer.engine() == 2);
+    let served = async || {
+        many(&bed, 4, "later")
+            .await
+            .iter()
+            .any(|answer| answer.engine() == 2)
+    };
     assert!(until(SOON, served).await, "it gets nothing");
     assert_eq!(missed(&bed, 2).await, 4);
     bed.quiet().await;
@@ -98,7 +124,11 @@ async fn a_worker_that_has_too_much_to_do_is_left_alone_for_a_second() {
             let refused = async || {
                 sent = Instant::now();
                 let (refused, answer) = ask(&|answer| answer.chosen() == 2).await;
-                assert_eq!(answer.status, if refused { status } else { 200 }, "{answer:?}");
+                assert_eq!(
+                    answer.status,
+                    if refused { status } else { 200 },
+                    "{answer:?}"
+                );
                 refused
             };
             assert!(until(SOON, refused).await, "worker 2 gets nothing");
@@ -113,11 +143,17 @@ async fn a_worker_that_has_too_much_to_do_is_left_alone_for_a_second() {
                 }
                 again
             };
-            assert!(until(SOON, used_again).await, "worker 2 is never used again");
+            assert!(
+                until(SOON, used_again).await,
+                "worker 2 is never used again"
+            );
             // By chance alone, with two workers alike, it would hardly be passed over so often.
             spared >= 12
         });
-        assert!(seen.await, "only {spared} requests in the second after the refusal");
+        assert!(
+            seen.await,
+            "only {spared} requests in the second after the refusal"
+        );
         assert_eq!(out(&bed).await, 0.0, "too much to do is no failure");
         bed.quiet().await;
     }
@@ -125,7 +161,11 @@ async fn a_worker_that_has_too_much_to_do_is_left_alone_for_a_second() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn three_workers_that_die_at_once_cost_no_request_where_a_fourth_lives() {
-    let mut bed = Bed::start(&[1, 2, 3, 4].map(engine), json!({"health": {"first": "30s"}})).await;
+    let mut bed = Bed::start(
+        &[1, 2, 3, 4].map(engine),
+        json!({"health": {"first": "30s"}}),
+    )
+    .await;
     let answers = many(&bed, 40, "before").await;
     let mut served = BTreeMap::new();
     for answer in answers {
@@ -140,14 +180,21 @@ async fn three_workers_that_die_at_once_cost_no_request_where_a_fourth_lives() {
     let left_out = until(SOON, async || {
         round += 1;
         let answers = many(&bed, 8, &format!("{round} meanwhile")).await;
-        assert!(answers.iter().all(|answer| answer.engine() == 4), "{answers:?}");
+        assert!(
+            answers.iter().all(|answer| answer.engine() == 4),
+            "{answers:?}"
+        );
         out(&bed).await == 3.0
     });
     assert!(left_out.await, "{}", bed.metrics().await.text());
     // From now on nobody has to be tried in vain.
     for answer in many(&bed, 40, "after").await {
         assert_eq!((answer.chosen(), answer.engine()), (4, 4), "{answer:?}");
-        assert_eq!(answer.header("x-received-envoy-attempt-count"), "1", "{answer:?}");
+        assert_eq!(
+            answer.header("x-received-envoy-attempt-count"),
+            "1",
+            "{answer:?}"
+        );
     }
     bed.quiet().await;
 }
@@ -174,7 +221,11 @@ async fn restarted_worker_is_used_again_within_seconds() {
     });
     assert!(used.await, "it gets nothing for {:?}", restarted.elapsed());
     // Without the health check it would be ejected for an hour; a busy machine may take some seconds.
-    assert!(restarted.elapsed() < Duration::from_secs(20), "{:?}", restarted.elapsed());
+    assert!(
+        restarted.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        restarted.elapsed()
+    );
     bed.quiet().await;
     assert_eq!(out(&bed).await, 0.0);
 }

@@ -25,7 +25,10 @@ impl Template {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("other.jinja");
         std::fs::write(&path, OTHER).unwrap();
-        Self { path, _folder: folder }
+        Self {
+            path,
+            _folder: folder,
+        }
     }
 
     fn flags<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
@@ -50,20 +53,29 @@ fn log(bed: &Bed) -> String {
 
 /// The engine starts again as its operator meant it.
 async fn mend(bed: &mut Bed) {
-    bed.stack.engines[0].spec.args.retain(|arg| !arg.contains("template") && !arg.contains("jinja"));
+    bed.stack.engines[0]
+        .spec
+        .args
+        .retain(|arg| !arg.contains("template") && !arg.contains("jinja"));
     bed.restart(1).await;
 }
 
 fn models(more: &Value) -> Value {
     let mut model = json!({"name": MODEL, "block_size": BLOCK_SIZE});
-    model.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    model
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     json!([model])
 }
 
 fn with_tokenizer(more: &Value) -> Value {
     let mut model = json!({
         "tokenizer": model_file("tokenizer.json.gz"), "tokenizer_config": model_file("tokenizer_config.json")});
-    model.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    model
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     models(&model)
 }
 
@@ -74,28 +86,60 @@ async fn a_wrong_template_is_named_at_the_start_and_forgiven_after_a_restart_wit
     let mut bed = Bed::start(&[engine(1).with(&template.flags(&[]))], config).await;
     let shown = becomes(&bed, true).await;
     let difference = &shown["workers"]["1"]["difference"];
-    assert_eq!((&difference["what"], &difference["canary"]), (&json!("tokens"), &json!("chat_plain")), "{shown:#}");
-    assert!(difference["ours"].is_u64() && difference["theirs"].is_u64(), "{shown:#}");
+    assert_eq!(
+        (&difference["what"], &difference["canary"]),
+        (&json!("tokens"), &json!("chat_plain")),
+        "{shown:#}"
+    );
+    assert!(
+        difference["ours"].is_u64() && difference["theirs"].is_u64(),
+        "{shown:#}"
+    );
     assert_ne!(difference["ours"], difference["theirs"]);
     // Qwen's template says who it is where nobody else does.
-    assert!(difference["our_text"].as_str().unwrap().contains("<|im_start|>system"), "{shown:#}");
-    assert!(difference["their_text"].as_str().unwrap().contains("<|im_start|>user"), "{shown:#}");
+    assert!(
+        difference["our_text"]
+            .as_str()
+            .unwrap()
+            .contains("<|im_start|>system"),
+        "{shown:#}"
+    );
+    assert!(
+        difference["their_text"]
+            .as_str()
+            .unwrap()
+            .contains("<|im_start|>user"),
+        "{shown:#}"
+    );
     let said = log(&bed);
-    let line =
-        said.lines().find(|line| line.contains("makes other tokens than we do")).unwrap_or_else(|| panic!("{said}"));
-    for word in
-        ["chat_plain", &format!("ours=Some({})", difference["ours"]), &format!("theirs=Some({})", difference["theirs"])]
-    {
+    let line = said
+        .lines()
+        .find(|line| line.contains("makes other tokens than we do"))
+        .unwrap_or_else(|| panic!("{said}"));
+    for word in [
+        "chat_plain",
+        &format!("ours=Some({})", difference["ours"]),
+        &format!("theirs=Some({})", difference["theirs"]),
+    ] {
         assert!(line.contains(word), "{word}: {line}");
     }
     let question = chat(&essay(1));
     for _ in 0..2 {
         let answer = bed.ask(&question).await;
-        assert_eq!((answer.mode(), answer.engine()), ("load_only", 1), "{answer:?}");
+        assert_eq!(
+            (answer.mode(), answer.engine()),
+            ("load_only", 1),
+            "{answer:?}"
+        );
     }
     // Tokens that the client brings are not ours.
     let tokens: Vec<u32> = (1000..1100).collect();
-    assert_eq!(bed.ask(&json!({"model": MODEL, "prompt": tokens, "max_tokens": 2})).await.mode(), "exact");
+    assert_eq!(
+        bed.ask(&json!({"model": MODEL, "prompt": tokens, "max_tokens": 2}))
+            .await
+            .mode(),
+        "exact"
+    );
     bed.shows("it is counted", |page| {
         page.sum("parity_mistrusted", &[("model", MODEL)]) == 1.0
             && page.sum("parity_mismatches_total", &[("model", MODEL)]) == 1.0
@@ -106,7 +150,10 @@ async fn a_wrong_template_is_named_at_the_start_and_forgiven_after_a_restart_wit
     mend(&mut bed).await;
     let healed = becomes(&bed, false).await;
     assert_eq!(healed["workers"]["1"]["verdict"], "agrees", "{healed:#}");
-    assert!(healed["workers"]["1"]["compared"].as_u64().unwrap() > 10, "{healed:#}");
+    assert!(
+        healed["workers"]["1"]["compared"].as_u64().unwrap() > 10,
+        "{healed:#}"
+    );
     let exact = until(SOON, async || bed.ask(&question).await.mode() == "exact").await;
     assert!(exact, "{}", log(&bed));
 }
@@ -114,10 +161,15 @@ async fn a_wrong_template_is_named_at_the_start_and_forgiven_after_a_restart_wit
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_two_engines_only_the_one_that_differs_is_left_to_the_load() {
     let template = Template::other();
-    let bed = Bed::start(&[engine(1).with(&template.flags(&[])), engine(2)], json!({})).await;
+    let bed = Bed::start(
+        &[engine(1).with(&template.flags(&[])), engine(2)],
+        json!({}),
+    )
+    .await;
     let told = async || {
         let shown = parity(&bed).await;
-        shown["workers"]["1"]["verdict"] == "differs" && shown["workers"]["2"]["verdict"] == "agrees"
+        shown["workers"]["1"]["verdict"] == "differs"
+            && shown["workers"]["2"]["verdict"] == "agrees"
     };
     assert!(until(SOON, told).await, "{:#}", parity(&bed).await);
     assert_eq!(parity(&bed).await["mistrusted"], false);
@@ -130,8 +182,14 @@ async fn of_two_engines_only_the_one_that_differs_is_left_to_the_load() {
         modes.len() >= 2
     });
     assert!(both.await, "{modes:?}");
-    assert_eq!(modes, [(1, "load_only".to_owned()), (2, "exact".to_owned())].into());
-    let reasons = bed.metrics().await.sum("degradations_total", &[("reason", "parity_mismatch")]);
+    assert_eq!(
+        modes,
+        [(1, "load_only".to_owned()), (2, "exact".to_owned())].into()
+    );
+    let reasons = bed
+        .metrics()
+        .await
+        .sum("degradations_total", &[("reason", "parity_mismatch")]);
     assert!(reasons >= 1.0, "{reasons}");
 }
 
@@ -150,7 +208,14 @@ async fn events_tell_and_heal(replay: bool) {
     let template = Template::other();
     let config = json!({"self_test": {"interval": "1s", "grace": "200ms"}});
     let flags = template.flags(&["--no-tokenize", "--no-render"]);
-    let mut bed = Bed::start(&[EngineSpec { replay, ..engine(1).with(&flags) }], config).await;
+    let mut bed = Bed::start(
+        &[EngineSpec {
+            replay,
+            ..engine(1).with(&flags)
+        }],
+        config,
+    )
+    .await;
     let mut requests = 0;
     let found = until(SOON, async || {
         requests += 1;
@@ -162,13 +227,24 @@ async fn events_tell_and_heal(replay: bool) {
     let shown = parity(&bed).await;
     assert_eq!(shown["workers"]["1"]["verdict"], "cannot_test", "{shown:#}");
     let difference = &shown["workers"]["1"]["events"]["differs"];
-    assert_eq!((&difference["what"], &difference["block"]), (&json!("events"), &json!(0)), "{shown:#}");
+    assert_eq!(
+        (&difference["what"], &difference["block"]),
+        (&json!("events"), &json!(0)),
+        "{shown:#}"
+    );
     let nothing = ["canary", "ours", "theirs", "our_text", "their_text"];
-    assert!(nothing.iter().all(|key| difference[*key].is_null()), "nothing of a user is shown: {shown:#}");
+    assert!(
+        nothing.iter().all(|key| difference[*key].is_null()),
+        "nothing of a user is shown: {shown:#}"
+    );
     assert_eq!(bed.ask(&chat(&essay(500))).await.mode(), "load_only");
     mend(&mut bed).await;
     if !replay {
-        bed.misbehave(1, json!({"drop_events": {"batches": 1, "keep_for_replay": false}})).await;
+        bed.misbehave(
+            1,
+            json!({"drop_events": {"batches": 1, "keep_for_replay": false}}),
+        )
+        .await;
     }
     let mut topic = 1000;
     let healed = until(SOON, async || {
@@ -191,7 +267,8 @@ fn of_its_own(topic: usize) -> Value {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_ours_differ_the_engines_own_tokens_are_used_where_they_are_configured() {
     let template = Template::other();
-    let tokens = json!({"when": "mismatch", "path": "tokenize", "deadline": "20s", "hedge_after": "20s"});
+    let tokens =
+        json!({"when": "mismatch", "path": "tokenize", "deadline": "20s", "hedge_after": "20s"});
     let config = json!({"models": with_tokenizer(&json!({"engine_tokens": tokens})), "self_test": {"deadline": "30s"}});
     let bed = Bed::start(&[engine(1).with(&template.flags(&[]))], config).await;
     becomes(&bed, true).await;
@@ -209,9 +286,15 @@ async fn exact_twice(bed: &Bed, topic: usize) {
     bed.settle().await;
     let answer = bed.ask(&question).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
-    let cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    let cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap();
     assert!(cached > 100, "{answer:?}");
-    assert_eq!(answer.header("x-warmroute-predicted-cached-tokens"), cached.to_string(), "{answer:?}");
+    assert_eq!(
+        answer.header("x-warmroute-predicted-cached-tokens"),
+        cached.to_string(),
+        "{answer:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -220,14 +303,24 @@ async fn without_a_tokenizer_of_ours_the_engines_tokens_are_exact() {
     let token = folder.path().join("token");
     std::fs::write(&token, "letmein\n").unwrap();
     let tokens = json!({"deadline": "20s", "hedge_after": "20s", "token_file": token});
-    let bed = Bed::start(&[engine(1), engine(2)], json!({"models": models(&json!({"engine_tokens": tokens}))})).await;
+    let bed = Bed::start(
+        &[engine(1), engine(2)],
+        json!({"models": models(&json!({"engine_tokens": tokens}))}),
+    )
+    .await;
     exact_twice(&bed, 1).await;
     let prompt = text(&essay(2));
     let first = bed.ask(&prompt).await;
     bed.settle().await;
     let second = bed.ask(&prompt).await;
-    assert_eq!((first.mode(), second.mode(), second.engine()), ("exact", "exact", first.engine()));
-    bed.shows("they are counted", |page| page.sum("engine_tokens_total", &[("outcome", "ok")]) == 4.0).await;
+    assert_eq!(
+        (first.mode(), second.mode(), second.engine()),
+        ("exact", "exact", first.engine())
+    );
+    bed.shows("they are counted", |page| {
+        page.sum("engine_tokens_total", &[("outcome", "ok")]) == 4.0
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -246,7 +339,11 @@ async fn render_servers_that_are_dead_or_slow_never_make_an_error() {
         "urls": [silent_url, dead], "deadline": "200ms", "hedge_after": "20ms", "failures": 1, "rest": "1h"});
     for (ours, mode) in [(true, "exact"), (false, "load_only")] {
         let more = json!({"engine_tokens": tokens});
-        let models = if ours { with_tokenizer(&more) } else { models(&more) };
+        let models = if ours {
+            with_tokenizer(&more)
+        } else {
+            models(&more)
+        };
         let bed = Bed::start(&[engine(1)], json!({"models": models})).await;
         for topic in 0..3 {
             let answer = bed.ask(&chat(&essay(topic))).await;
@@ -254,9 +351,15 @@ async fn render_servers_that_are_dead_or_slow_never_make_an_error() {
         }
         // Both rest by now, so nobody is waited for.
         let started = Instant::now();
-        bed.shows("nobody is asked", |page| page.sum("engine_tokens_total", &[("outcome", "nobody")]) >= 1.0).await;
+        bed.shows("nobody is asked", |page| {
+            page.sum("engine_tokens_total", &[("outcome", "nobody")]) >= 1.0
+        })
+        .await;
         assert!(started.elapsed() < Duration::from_secs(30));
-        let reasons = bed.metrics().await.sum("degradations_total", &[("reason", "engine_tokens_failed")]);
+        let reasons = bed
+            .metrics()
+            .await
+            .sum("degradations_total", &[("reason", "engine_tokens_failed")]);
         assert_eq!(reasons, if ours { 0.0 } else { 3.0 });
     }
     held.abort();

@@ -14,33 +14,63 @@ const DECODE: [u64; 2] = [21, 22];
 
 fn pools() -> Vec<EngineSpec> {
     let prefill = PREFILL.map(|id| engine_for("prefill", id));
-    prefill.into_iter().chain(DECODE.map(|id| engine_for("decode", id))).collect()
+    prefill
+        .into_iter()
+        .chain(DECODE.map(|id| engine_for("decode", id)))
+        .collect()
 }
 
 /// The prefill worker that the decode engine was told of; none where it was told nothing.
 fn prefill_of(bed: &Bed, answer: &Answer) -> Option<u64> {
     let worker = answer.engine();
-    assert!(DECODE.contains(&worker), "a prefill engine decodes: {answer:?}");
-    assert_eq!((answer.mode(), answer.chosen()), ("exact", worker), "{answer:?}");
-    assert_eq!(answer.header("x-received-worker-instance-id"), worker.to_string(), "{answer:?}");
+    assert!(
+        DECODE.contains(&worker),
+        "a prefill engine decodes: {answer:?}"
+    );
+    assert_eq!(
+        (answer.mode(), answer.chosen()),
+        ("exact", worker),
+        "{answer:?}"
+    );
+    assert_eq!(
+        answer.header("x-received-worker-instance-id"),
+        worker.to_string(),
+        "{answer:?}"
+    );
     assert_eq!(answer.header("x-received-dp-rank"), "0", "{answer:?}");
-    let told = ["x-received-prefill-instance-id", "x-received-prefill-dp-rank", "x-received-prefiller-host-port"];
+    let told = [
+        "x-received-prefill-instance-id",
+        "x-received-prefill-dp-rank",
+        "x-received-prefiller-host-port",
+    ];
     let Ok(prefill) = answer.header("x-prefill-instance-id").parse() else {
         assert_eq!(told.map(|name| answer.header(name)), [""; 3], "{answer:?}");
         return None;
     };
     let address = bed.engine(prefill).address.to_string();
-    assert_eq!(told.map(|name| answer.header(name)), [&prefill.to_string(), "0", &address], "{answer:?}");
+    assert_eq!(
+        told.map(|name| answer.header(name)),
+        [&prefill.to_string(), "0", &address],
+        "{answer:?}"
+    );
     assert!(PREFILL.contains(&prefill), "{answer:?}");
     Some(prefill)
 }
 
 /// Puts only those workers into the workers file, and waits until they are the fleet.
 async fn list(bed: &Bed, wanted: impl Fn(u64) -> bool) {
-    let entries: Vec<Value> =
-        bed.stack.engines.iter().filter(|engine| wanted(engine.spec.id)).map(Engine::entry).collect();
+    let entries: Vec<Value> = bed
+        .stack
+        .engines
+        .iter()
+        .filter(|engine| wanted(engine.spec.id))
+        .map(Engine::entry)
+        .collect();
     bed.stack.write_worker_entries(&json!(entries)).unwrap();
-    bed.shows("the fleet follows", |page| page.sum("workers", &[]) == entries.len() as f64).await;
+    bed.shows("the fleet follows", |page| {
+        page.sum("workers", &[]) == entries.len() as f64
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -48,7 +78,11 @@ async fn the_decode_engine_is_told_of_both_workers_and_all_of_both_pools_take_pa
     let bed = Bed::start(&pools(), json!({})).await;
     let (mut prefills, mut decodes) = (BTreeSet::new(), BTreeSet::new());
     for topic in 0..30 {
-        let body = if topic % 2 == 0 { chat(&essay(topic)) } else { stream(&essay(topic), 4) };
+        let body = if topic % 2 == 0 {
+            chat(&essay(topic))
+        } else {
+            stream(&essay(topic), 4)
+        };
         let answer = bed.ask(&body).await;
         prefills.insert(prefill_of(&bed, &answer).expect("a prefill worker"));
         decodes.insert(answer.engine());
@@ -58,14 +92,28 @@ async fn the_decode_engine_is_told_of_both_workers_and_all_of_both_pools_take_pa
     // Nothing is too short or too warm where nobody said so.
     let again = bed.ask(&chat(&essay(0))).await;
     assert!(prefill_of(&bed, &again).is_some(), "{again:?}");
-    assert_eq!(bed.metrics().await.sum("phases_total", &[("phases", "remote_prefill")]), 31.0);
+    assert_eq!(
+        bed.metrics()
+            .await
+            .sum("phases_total", &[("phases", "remote_prefill")]),
+        31.0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prefill_is_booked_on_its_worker_until_the_first_token() {
     // Slow enough to be looked at while it decodes.
-    let specs = [engine_for("prefill", 11), EngineSpec::new(21).with(&["--step-us", "30000"])];
-    let specs = specs.map(|spec| if spec.id == 21 { spec.listed(json!({"role": "decode"})) } else { spec });
+    let specs = [
+        engine_for("prefill", 11),
+        EngineSpec::new(21).with(&["--step-us", "30000"]),
+    ];
+    let specs = specs.map(|spec| {
+        if spec.id == 21 {
+            spec.listed(json!({"role": "decode"}))
+        } else {
+            spec
+        }
+    });
     let bed = Bed::start(&specs, json!({})).await;
     bed.first_tokens(21, false).await;
     let mut response = bed.post(&stream(&essay(1), 200)).send().await.unwrap();
@@ -77,13 +125,24 @@ async fn a_prefill_is_booked_on_its_worker_until_the_first_token() {
         booked
     };
     let [prefill, decode] = [booked(11).await, booked(21).await];
-    assert!(prefill[0] > 300 && prefill[1] == 1 && prefill[2] == 0, "{prefill:?}");
-    assert!(decode[0] == 0 && decode[1] == 1 && decode[2] > 15, "{decode:?}");
+    assert!(
+        prefill[0] > 300 && prefill[1] == 1 && prefill[2] == 0,
+        "{prefill:?}"
+    );
+    assert!(
+        decode[0] == 0 && decode[1] == 1 && decode[2] > 15,
+        "{decode:?}"
+    );
 
     bed.first_tokens(21, true).await;
     response.chunk().await.unwrap().unwrap();
-    bed.wait_load(11, "active_prefill_tokens", |tokens| tokens == 0).await;
-    assert_eq!(booked(11).await, [0, 0, 0], "the prefill worker has done its part");
+    bed.wait_load(11, "active_prefill_tokens", |tokens| tokens == 0)
+        .await;
+    assert_eq!(
+        booked(11).await,
+        [0, 0, 0],
+        "the prefill worker has done its part"
+    );
     assert_eq!(booked(21).await, decode, "the decode goes on");
     drop(response);
     bed.quiet().await;
@@ -99,11 +158,17 @@ impl Traffic {
     fn start(bed: &Bed) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let client = |name: usize| {
-            let (stop, http, url) = (stop.clone(), bed.http.clone(), bed.stack.url("/v1/chat/completions"));
+            let (stop, http, url) = (
+                stop.clone(),
+                bed.http.clone(),
+                bed.stack.url("/v1/chat/completions"),
+            );
             tokio::spawn(async move {
                 let mut answered = 0;
                 while !stop.load(Ordering::Relaxed) {
-                    let request = http.post(&url).json(&chat(&format!("client {name}, turn {answered}")));
+                    let request = http
+                        .post(&url)
+                        .json(&chat(&format!("client {name}, turn {answered}")));
                     let answer = Answer::of(request).await;
                     assert!(DECODE.contains(&answer.engine()), "{answer:?}");
                     answered += 1;
@@ -111,7 +176,10 @@ impl Traffic {
                 answered
             })
         };
-        Self { clients: (0..3).map(client).collect(), stop }
+        Self {
+            clients: (0..3).map(client).collect(),
+            stop,
+        }
     }
 
     async fn end(self) {
@@ -157,7 +225,11 @@ async fn where_a_remote_prefill_is_enforced_requests_are_refused_while_nobody_do
             assert_eq!(code, "no_prefill_worker");
             assert!(message.contains("prefill"), "{message}");
             assert_eq!(refused.retry_after(), 1);
-            assert_eq!(refused.header("x-engine-id"), "", "no engine was asked: {refused:?}");
+            assert_eq!(
+                refused.header("x-engine-id"),
+                "",
+                "no engine was asked: {refused:?}"
+            );
         }
         bed.quiet().await;
         list(&bed, |_| true).await;
@@ -165,7 +237,12 @@ async fn where_a_remote_prefill_is_enforced_requests_are_refused_while_nobody_do
     let answer = bed.ask(&chat(&essay(30))).await;
     assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
     let page = bed.metrics().await;
-    assert_eq!(page.sum("degradations_total", &[("reason", "no_prefill")]), 4.0, "{}", page.text());
+    assert_eq!(
+        page.sum("degradations_total", &[("reason", "no_prefill")]),
+        4.0,
+        "{}",
+        page.text()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -179,8 +256,16 @@ async fn what_is_short_or_cached_stays_on_the_decode_worker_where_that_is_allowe
     };
     let (remote, decoder) = ask(&essay(1)).await;
     assert!(remote, "long and cold");
-    assert_eq!(ask(&essay(1)).await, (false, decoder), "all of it is cached");
-    assert_eq!(ask(&format!("{} And now?", essay(1))).await, (false, decoder), "most of it is cached");
+    assert_eq!(
+        ask(&essay(1)).await,
+        (false, decoder),
+        "all of it is cached"
+    );
+    assert_eq!(
+        ask(&format!("{} And now?", essay(1))).await,
+        (false, decoder),
+        "most of it is cached"
+    );
     assert!(ask(&essay(2)).await.0, "another one that is long and cold");
     // Both decode workers know how chats begin, which is more than a third of this one.
     for id in DECODE {
@@ -190,6 +275,11 @@ async fn what_is_short_or_cached_stays_on_the_decode_worker_where_that_is_allowe
     bed.quiet().await;
     let page = bed.metrics().await;
     for (phases, count) in [("remote_prefill", 2.0), ("little_to_compute", 3.0)] {
-        assert_eq!(page.sum("phases_total", &[("phases", phases)]), count, "{phases}:\n{}", page.text());
+        assert_eq!(
+            page.sum("phases_total", &[("phases", phases)]),
+            count,
+            "{phases}:\n{}",
+            page.text()
+        );
     }
 }

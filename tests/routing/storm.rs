@@ -67,9 +67,14 @@ fn request(bed: &Bed, at: usize) -> (reqwest::RequestBuilder, Value, Option<Dura
     };
     let mut request = bed.post(&body);
     if random.random_bool(0.5) {
-        request = request.header("x-session-id", format!("session-{}", random.random_range(0..300)));
+        request = request.header(
+            "x-session-id",
+            format!("session-{}", random.random_range(0..300)),
+        );
     }
-    let stays = random.random_bool(0.3).then(|| Duration::from_micros(random.random_range(0..60_000)));
+    let stays = random
+        .random_bool(0.3)
+        .then(|| Duration::from_micros(random.random_range(0..60_000)));
     (request, body, stays)
 }
 
@@ -77,8 +82,14 @@ fn request(bed: &Bed, at: usize) -> (reqwest::RequestBuilder, Value, Option<Dura
 async fn one(bed: &Bed, at: usize, death: &Death) -> Fate {
     let (request, body, stays) = request(bed, at);
     let asked = async {
-        let response = request.send().await.unwrap_or_else(|error| panic!("no answer to {at}: {error:?}"));
-        let chosen = response.headers().get("x-worker-instance-id").map(|id| id.to_str().unwrap().to_owned());
+        let response = request
+            .send()
+            .await
+            .unwrap_or_else(|error| panic!("no answer to {at}: {error:?}"));
+        let chosen = response
+            .headers()
+            .get("x-worker-instance-id")
+            .map(|id| id.to_str().unwrap().to_owned());
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         let text = response.text().await;
         (status, headers, chosen, text)
@@ -105,7 +116,8 @@ async fn one(bed: &Bed, at: usize, death: &Death) -> Fate {
 fn is_whole(body: &Value, text: &str) -> bool {
     match body["stream"] == true {
         true => text.ends_with("data: [DONE]\n\n"),
-        false => serde_json::from_str::<Value>(text).is_ok_and(|answer| answer["usage"]["completion_tokens"] == 2),
+        false => serde_json::from_str::<Value>(text)
+            .is_ok_and(|answer| answer["usage"]["completion_tokens"] == 2),
     }
 }
 
@@ -135,32 +147,76 @@ async fn ten_thousand_requests_with_cancels_and_a_death_leave_nothing_behind() {
         }
     }
     let count = |fate| fates.iter().filter(|of| **of == fate).count();
-    let (served, refused, left, killed) =
-        (count(Fate::Served), count(Fate::Refused), count(Fate::Left), count(Fate::Killed));
-    let summary = format!("{served} served, {refused} refused, {left} left, {killed} killed, {:?}", started.elapsed());
+    let (served, refused, left, killed) = (
+        count(Fate::Served),
+        count(Fate::Refused),
+        count(Fate::Left),
+        count(Fate::Killed),
+    );
+    let summary = format!(
+        "{served} served, {refused} refused, {left} left, {killed} killed, {:?}",
+        started.elapsed()
+    );
     assert_eq!(fates.len(), REQUESTS, "{summary}");
-    assert!(left > 500 && served > REQUESTS / 2 && killed <= AT_ONCE, "{summary}");
+    assert!(
+        left > 500 && served > REQUESTS / 2 && killed <= AT_ONCE,
+        "{summary}"
+    );
     nothing_is_left(&bed, &summary).await;
 }
 
-async fn send(bed: &Bed, numbers: std::ops::Range<usize>, done: &AtomicUsize, death: &Death, fates: &mut Vec<Fate>) {
+async fn send(
+    bed: &Bed,
+    numbers: std::ops::Range<usize>,
+    done: &AtomicUsize,
+    death: &Death,
+    fates: &mut Vec<Fate>,
+) {
     let one = async |at| {
         let fate = one(bed, at, death).await;
         done.fetch_add(1, Ordering::Relaxed);
         fate
     };
-    fates.extend(futures_util::stream::iter(numbers.map(one)).buffer_unordered(AT_ONCE).collect::<Vec<_>>().await);
+    fates.extend(
+        futures_util::stream::iter(numbers.map(one))
+            .buffer_unordered(AT_ONCE)
+            .collect::<Vec<_>>()
+            .await,
+    );
 }
 
 async fn nothing_is_left(bed: &Bed, summary: &str) {
     bed.quiet().await;
-    bed.shows("sessions are left", |page| page.sum("sessions", &[]) == 0.0).await;
+    bed.shows("sessions are left", |page| page.sum("sessions", &[]) == 0.0)
+        .await;
     let page = bed.metrics().await;
-    assert!(page.sum("queue_outcomes_total", &[("outcome", "waited")]) > 100.0, "{summary}\n{}", page.text());
-    assert!(page.sum("queue_outcomes_total", &[("outcome", "left")]) > 0.0, "{summary}\n{}", page.text());
-    assert!(page.sum("chosen_not_reached_total", &[("worker_id", "2")]) >= 3.0, "{summary}\n{}", page.text());
-    assert_eq!(page.sum("requests_total", &[("mode", "passthrough")]), 0.0, "{summary}\n{}", page.text());
-    assert_eq!(page.sum("task_restarts_total", &[("task", "admission")]), 0.0, "{summary}\n{}", page.text());
+    assert!(
+        page.sum("queue_outcomes_total", &[("outcome", "waited")]) > 100.0,
+        "{summary}\n{}",
+        page.text()
+    );
+    assert!(
+        page.sum("queue_outcomes_total", &[("outcome", "left")]) > 0.0,
+        "{summary}\n{}",
+        page.text()
+    );
+    assert!(
+        page.sum("chosen_not_reached_total", &[("worker_id", "2")]) >= 3.0,
+        "{summary}\n{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("requests_total", &[("mode", "passthrough")]),
+        0.0,
+        "{summary}\n{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("task_restarts_total", &[("task", "admission")]),
+        0.0,
+        "{summary}\n{}",
+        page.text()
+    );
     // The worker that died takes part again, and the index knows again what each of them holds.
     let mut turn = 0;
     let back = until(SOON, async || {

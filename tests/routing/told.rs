@@ -24,7 +24,11 @@ pub(crate) fn told(body: &Value, answer: &Answer) -> Result<Told, String> {
     if answer.status != 200 || answer.cut {
         return Err("status, or cut off".to_owned());
     }
-    let told = if body["stream"] == true { of_stream(&answer.text)? } else { of_document(&answer.text)? };
+    let told = if body["stream"] == true {
+        of_stream(&answer.text)?
+    } else {
+        of_document(&answer.text)?
+    };
     let wanted = body["max_tokens"].as_u64().unwrap();
     if told.completion_tokens != wanted {
         return Err(format!("{} tokens, not {wanted}", told.completion_tokens));
@@ -34,13 +38,18 @@ pub(crate) fn told(body: &Value, answer: &Answer) -> Result<Told, String> {
 
 /// How many tokens of a stream were seen, whatever came of it.
 pub(crate) fn tokens_seen(stream: &str) -> usize {
-    stream.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).filter(is_token).count()
+    stream
+        .lines()
+        .filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok())
+        .filter(is_token)
+        .count()
 }
 
 /// Whether an event brings a token; the one that opens a chat does not.
 fn is_token(event: &Value) -> bool {
     let choice = &event["choices"][0];
-    choice["text"].is_string() || choice["delta"]["content"].is_string() && choice["delta"]["role"].is_null()
+    choice["text"].is_string()
+        || choice["delta"]["content"].is_string() && choice["delta"]["role"].is_null()
 }
 
 fn of_document(text: &str) -> Result<Told, String> {
@@ -50,12 +59,18 @@ fn of_document(text: &str) -> Result<Told, String> {
     if choice["finish_reason"] != "length" {
         return Err(format!("it ended with {}", choice["finish_reason"]));
     }
-    let said = choice["message"]["content"].as_str().or(choice["text"].as_str()).ok_or("no text")?;
+    let said = choice["message"]["content"]
+        .as_str()
+        .or(choice["text"].as_str())
+        .ok_or("no text")?;
     with_usage(said.to_owned(), &document)
 }
 
 fn of_stream(text: &str) -> Result<Told, String> {
-    let events = text.strip_suffix("\n\n").ok_or("it ends within an event")?.split("\n\n");
+    let events = text
+        .strip_suffix("\n\n")
+        .ok_or("it ends within an event")?
+        .split("\n\n");
     let events: Option<Vec<&str>> = events.map(|event| event.strip_prefix("data: ")).collect();
     let mut events = events.ok_or("an event without data")?;
     if events.pop() != Some("[DONE]") {
@@ -63,12 +78,16 @@ fn of_stream(text: &str) -> Result<Told, String> {
     }
     let (mut said, mut ended, mut usage, mut tokens) = (String::new(), 0, None, 0);
     for event in events {
-        let event: Value = serde_json::from_str(event).map_err(|error| format!("{error}: {event}"))?;
+        let event: Value =
+            serde_json::from_str(event).map_err(|error| format!("{error}: {event}"))?;
         no_error(&event)?;
         let choice = &event["choices"][0];
         if is_token(&event) {
             tokens += 1;
-            said += choice["delta"]["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
+            said += choice["delta"]["content"]
+                .as_str()
+                .or(choice["text"].as_str())
+                .unwrap_or_default();
         }
         ended += u32::from(choice["finish_reason"] == "length");
         if event["usage"].is_object() {
@@ -77,7 +96,10 @@ fn of_stream(text: &str) -> Result<Told, String> {
     }
     let told = with_usage(said, &usage.ok_or("no usage")?)?;
     if (ended, tokens) != (1, told.completion_tokens) {
-        return Err(format!("{tokens} tokens came of {}, and {ended} ends", told.completion_tokens));
+        return Err(format!(
+            "{tokens} tokens came of {}, and {ended} ends",
+            told.completion_tokens
+        ));
     }
     Ok(told)
 }
@@ -94,8 +116,16 @@ fn no_error(event: &Value) -> Result<(), String> {
 }
 
 fn with_usage(text: String, event: &Value) -> Result<Told, String> {
-    let tokens = |of: &str| event["usage"][of].as_u64().ok_or_else(|| format!("no {of}"));
-    Ok(Told { text, prompt_tokens: tokens("prompt_tokens")?, completion_tokens: tokens("completion_tokens")? })
+    let tokens = |of: &str| {
+        event["usage"][of]
+            .as_u64()
+            .ok_or_else(|| format!("no {of}"))
+    };
+    Ok(Told {
+        text,
+        prompt_tokens: tokens("prompt_tokens")?,
+        completion_tokens: tokens("completion_tokens")?,
+    })
 }
 
 /// An engine that does both phases and of which no router knows: what it says is right.
@@ -107,10 +137,17 @@ pub(crate) struct Alone {
 
 impl Alone {
     pub(crate) async fn start() -> Self {
-        let dir = tempfile::Builder::new().prefix("warmroute-alone-").tempdir().unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-alone-")
+            .tempdir()
+            .unwrap();
         let spec = EngineSpec::new(99).with(&["--speed", "500"]);
         let engine = Engine::start(&programs(), spec, dir.path()).await.unwrap();
-        Self { engine, http: warmroute::tls::client().build().unwrap(), _dir: dir }
+        Self {
+            engine,
+            http: warmroute::tls::client().build().unwrap(),
+            _dir: dir,
+        }
     }
 
     pub(crate) async fn says(&self, body: &Value) -> Told {
@@ -122,7 +159,10 @@ impl Alone {
     pub(crate) async fn agrees(&self, answers: impl IntoIterator<Item = (&Value, &Told)>) {
         let mut asked: BTreeMap<String, Vec<(&Value, &Told)>> = BTreeMap::new();
         for (body, told) in answers {
-            asked.entry(body.to_string()).or_default().push((body, told));
+            asked
+                .entry(body.to_string())
+                .or_default()
+                .push((body, told));
         }
         let agreeing = asked.values().map(async |same| {
             let (body, _) = same[0];
@@ -131,6 +171,9 @@ impl Alone {
                 assert_eq!(**told, right, "another answer than the right one: {body}");
             }
         });
-        streams::iter(agreeing).buffer_unordered(8).collect::<Vec<()>>().await;
+        streams::iter(agreeing)
+            .buffer_unordered(8)
+            .collect::<Vec<()>>()
+            .await;
     }
 }

@@ -16,7 +16,11 @@ async fn bed(specs: &[EngineSpec], trusted: bool) -> Bed {
 }
 
 async fn ask(bed: &Bed, headers: Sent<'_>, body: &Value) -> Answer {
-    let request = headers.iter().fold(bed.post(body), |request, (name, value)| request.header(*name, *value));
+    let request = headers
+        .iter()
+        .fold(bed.post(body), |request, (name, value)| {
+            request.header(*name, *value)
+        });
     Answer::of(request).await
 }
 
@@ -37,16 +41,42 @@ async fn trusted_clients_pin_workers_by_header_and_by_body_whatever_is_cached_el
         let cases: [(Sent<'_>, Value); 7] = [
             (&[("x-worker-instance-id", &id)], json!({})),
             (&[("X-Dynamo-Worker-Instance-Id", &id)], json!({})),
-            (&[("x-dynamo-worker-instance-id", &id), ("x-worker-instance-id", &other)], json!({})),
-            (&[("x-worker-instance-id", &id), ("x-dp-rank", "0")], json!({"backend_instance_id": warm})),
-            (&[("x-worker-instance-id", &id), ("x-data-parallel-rank", "4294967295")], json!({})),
+            (
+                &[
+                    ("x-dynamo-worker-instance-id", &id),
+                    ("x-worker-instance-id", &other),
+                ],
+                json!({}),
+            ),
+            (
+                &[("x-worker-instance-id", &id), ("x-dp-rank", "0")],
+                json!({"backend_instance_id": warm}),
+            ),
+            (
+                &[
+                    ("x-worker-instance-id", &id),
+                    ("x-data-parallel-rank", "4294967295"),
+                ],
+                json!({}),
+            ),
             (&[], json!({"backend_instance_id": pinned})),
-            (&[], json!({"decode_worker_id": pinned, "dp_rank": 0, "unknown": true})),
+            (
+                &[],
+                json!({"decode_worker_id": pinned, "dp_rank": 0, "unknown": true}),
+            ),
         ];
         for (headers, nvext) in cases {
             let answer = ask(&bed, headers, &with_nvext(&question, &nvext)).await;
-            assert_eq!((answer.chosen(), answer.engine()), (pinned, pinned), "{headers:?} {nvext}: {answer:?}");
-            assert_eq!(answer.header("x-received-worker-instance-id"), id, "{headers:?} {nvext}");
+            assert_eq!(
+                (answer.chosen(), answer.engine()),
+                (pinned, pinned),
+                "{headers:?} {nvext}: {answer:?}"
+            );
+            assert_eq!(
+                answer.header("x-received-worker-instance-id"),
+                id,
+                "{headers:?} {nvext}"
+            );
         }
     }
     bed.quiet().await;
@@ -56,51 +86,100 @@ async fn trusted_clients_pin_workers_by_header_and_by_body_whatever_is_cached_el
 async fn a_pin_that_cannot_be_kept_is_the_clients_mistake() {
     let bed = bed(&[engine(1), engine(2)], true).await;
     let cases: [(Sent<'_>, Value, &str); 5] = [
-        (&[("x-worker-instance-id", "9223372036854775809")], json!({}), "9223372036854775809"),
+        (
+            &[("x-worker-instance-id", "9223372036854775809")],
+            json!({}),
+            "9223372036854775809",
+        ),
         (&[("x-dynamo-worker-instance-id", "77")], json!({}), "77"),
         (&[], json!({"backend_instance_id": 78}), "78"),
-        (&[("x-worker-instance-id", "1"), ("x-dp-rank", "5")], json!({}), "5"),
-        (&[], json!({"annotations": ["query_instance_id:"], "decode_worker_id": 79}), "79"),
+        (
+            &[("x-worker-instance-id", "1"), ("x-dp-rank", "5")],
+            json!({}),
+            "5",
+        ),
+        (
+            &[],
+            json!({"annotations": ["query_instance_id:"], "decode_worker_id": 79}),
+            "79",
+        ),
     ];
     for (headers, nvext, named) in cases {
         let refused = ask(&bed, headers, &with_nvext("Hello", &nvext)).await;
         let (code, message) = refused.error(400);
-        assert_eq!((code.as_str(), refused.header("retry-after")), ("invalid_worker", ""), "{message}");
+        assert_eq!(
+            (code.as_str(), refused.header("retry-after")),
+            ("invalid_worker", ""),
+            "{message}"
+        );
         assert_eq!(refused.json()["error"]["type"], "invalid_request_error");
         assert!(message.contains(named), "{message}");
-        assert_eq!(refused.header("x-engine-id"), "", "no engine was asked: {refused:?}");
+        assert_eq!(
+            refused.header("x-engine-id"),
+            "",
+            "no engine was asked: {refused:?}"
+        );
     }
     // What is no id at all is as if it were not there.
     let answer = ask(&bed, &[("x-worker-instance-id", "first")], &chat("Hello")).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
     bed.quiet().await;
-    assert_eq!(bed.metrics().await.sum("degradations_total", &[("reason", "bad_pin")]), 5.0);
+    assert_eq!(
+        bed.metrics()
+            .await
+            .sum("degradations_total", &[("reason", "bad_pin")]),
+        5.0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trusted_clients_pin_each_phase() {
-    let specs =
-        [engine_for("prefill", 11), engine_for("prefill", 12), engine_for("decode", 21), engine_for("decode", 22)];
+    let specs = [
+        engine_for("prefill", 11),
+        engine_for("prefill", 12),
+        engine_for("decode", 21),
+        engine_for("decode", 22),
+    ];
     let bed = bed(&specs, true).await;
     for (prefill, decode) in [(11, 21), (11, 22), (12, 21), (12, 22)] {
         let (p, d) = (prefill.to_string(), decode.to_string());
         let cases: [(Sent<'_>, Value); 3] = [
-            (&[("x-prefill-instance-id", &p), ("x-worker-instance-id", &d)], json!({})),
             (
-                &[("x-dynamo-prefill-instance-id", &p), ("x-dynamo-prefill-dp-rank", "0")],
+                &[("x-prefill-instance-id", &p), ("x-worker-instance-id", &d)],
+                json!({}),
+            ),
+            (
+                &[
+                    ("x-dynamo-prefill-instance-id", &p),
+                    ("x-dynamo-prefill-dp-rank", "0"),
+                ],
                 json!({"decode_worker_id": decode}),
             ),
-            (&[], json!({"prefill_worker_id": prefill, "decode_worker_id": decode})),
+            (
+                &[],
+                json!({"prefill_worker_id": prefill, "decode_worker_id": decode}),
+            ),
         ];
         for (headers, nvext) in cases {
             let answer = ask(&bed, headers, &with_nvext("Hello", &nvext)).await;
-            assert_eq!((answer.chosen(), answer.engine()), (decode, decode), "{headers:?} {nvext}: {answer:?}");
-            assert_eq!(answer.header("x-received-prefill-instance-id"), p, "{headers:?} {nvext}: {answer:?}");
+            assert_eq!(
+                (answer.chosen(), answer.engine()),
+                (decode, decode),
+                "{headers:?} {nvext}: {answer:?}"
+            );
+            assert_eq!(
+                answer.header("x-received-prefill-instance-id"),
+                p,
+                "{headers:?} {nvext}: {answer:?}"
+            );
         }
     }
     let refused = ask(&bed, &[("x-prefill-instance-id", "21")], &chat("Hello")).await;
     let (code, message) = refused.error(400);
-    assert!(code == "invalid_worker" && message.contains("21"), "a decode worker does no prefill: {message}");
+    assert!(
+        code == "invalid_worker" && message.contains("21"),
+        "a decode worker does no prefill: {message}"
+    );
     bed.quiet().await;
 }
 
@@ -113,31 +192,58 @@ async fn a_query_is_answered_with_the_choice_and_books_nothing() {
     let answer = bed.ask(&telling).await;
     let (warm, told) = (answer.engine(), answer.json());
     let tokens = &told["prompt_token_ids"];
-    assert!(tokens.as_array().is_some_and(|tokens| tokens.len() > 300), "{told}");
+    assert!(
+        tokens.as_array().is_some_and(|tokens| tokens.len() > 300),
+        "{told}"
+    );
     bed.settle().await;
 
     let before = bed.metrics().await;
     for annotation in ["query_instance_id:", "query_instance_id:decode"] {
         let query = with_nvext(&question, &json!({"annotations": ["other", annotation]}));
         let choice = bed.ask(&query).await;
-        assert_eq!((choice.status.as_u16(), choice.header("x-engine-id")), (200, ""), "{choice:?}");
+        assert_eq!(
+            (choice.status.as_u16(), choice.header("x-engine-id")),
+            (200, ""),
+            "{choice:?}"
+        );
         let choice = choice.json();
         let worker = json!({"decode_worker_id": warm, "decode_dp_rank": 0});
         assert_eq!(choice["nvext"]["worker_id"], worker, "{choice}");
-        assert_eq!(&choice["nvext"]["token_ids"], tokens, "as the engine reads the prompt");
-        assert_eq!(choice["endpoint"], bed.engine(warm).address.to_string(), "{choice}");
+        assert_eq!(
+            &choice["nvext"]["token_ids"], tokens,
+            "as the engine reads the prompt"
+        );
+        assert_eq!(
+            choice["endpoint"],
+            bed.engine(warm).address.to_string(),
+            "{choice}"
+        );
         assert_eq!(choice["mode"], "exact", "{choice}");
         let length = tokens.as_array().unwrap().len() as u64;
         assert_eq!(choice["prompt_tokens"], length, "{choice}");
         let cached = (length - 1) / 16 * 16;
         assert_eq!(choice["predicted_cached_tokens"], cached, "{choice}");
-        assert!(choice["overlap_blocks"]["device"].as_u64().unwrap() >= cached / 16, "{choice}");
+        assert!(
+            choice["overlap_blocks"]["device"].as_u64().unwrap() >= cached / 16,
+            "{choice}"
+        );
         bed.quiet().await;
     }
     let page = bed.metrics().await;
-    assert_eq!(page.sum("requests_total", &[("mode", "query")]), 2.0, "{}", page.text());
+    assert_eq!(
+        page.sum("requests_total", &[("mode", "query")]),
+        2.0,
+        "{}",
+        page.text()
+    );
     let routed = [("mode", "exact")];
-    assert_eq!(page.sum("requests_total", &routed), before.sum("requests_total", &routed), "{}", page.text());
+    assert_eq!(
+        page.sum("requests_total", &routed),
+        before.sum("requests_total", &routed),
+        "{}",
+        page.text()
+    );
     bed.settle().await;
 }
 
@@ -158,16 +264,29 @@ async fn what_clients_say_has_no_effect_where_they_are_not_trusted() {
         "backend_instance_id": 1, "decode_worker_id": 1, "dp_rank": 0, "annotations": ["query_instance_id:decode"],
         "token_data": [1, 2, 3], "routing_constraints": {"required_taints": ["nobody has this"]},
     });
-    let headers = [("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "1"), ("x-dp-rank", "7")];
+    let headers = [
+        ("x-worker-instance-id", "1"),
+        ("x-dynamo-worker-instance-id", "1"),
+        ("x-dp-rank", "7"),
+    ];
     let mut served = BTreeSet::new();
     for turn in 0..24 {
         let mut body = text(&format!("{turn} times untrusted"));
         body["nvext"] = nvext.clone();
         let answer = ask(&bed, &headers, &body).await;
-        assert_eq!((answer.mode(), answer.engine()), ("exact", answer.chosen()), "{answer:?}");
-        let received = ["x-received-worker-instance-id", "x-received-dp-rank"].map(|name| answer.header(name));
+        assert_eq!(
+            (answer.mode(), answer.engine()),
+            ("exact", answer.chosen()),
+            "{answer:?}"
+        );
+        let received =
+            ["x-received-worker-instance-id", "x-received-dp-rank"].map(|name| answer.header(name));
         assert_eq!(received, [&answer.engine().to_string(), "0"], "{answer:?}");
-        assert_eq!(answer.json()["object"], "text_completion", "an answer and not the choice");
+        assert_eq!(
+            answer.json()["object"],
+            "text_completion",
+            "an answer and not the choice"
+        );
         served.insert(answer.engine());
         bed.quiet().await;
     }
@@ -189,6 +308,10 @@ async fn demands_of_trusted_clients_are_met_or_refused() {
     }
     let refused = bed.ask(&demanding(9, "huge")).await;
     let (code, message) = refused.error(503);
-    assert_eq!((code.as_str(), refused.retry_after()), ("no_eligible_worker", 1), "{message}");
+    assert_eq!(
+        (code.as_str(), refused.retry_after()),
+        ("no_eligible_worker", 1),
+        "{message}"
+    );
     bed.quiet().await;
 }

@@ -55,12 +55,23 @@ struct Script {
 impl Scripted {
     async fn start(steps: Vec<Step>, together: Option<usize>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (address, heard) = (listener.local_addr().unwrap(), Arc::<Mutex<Vec<Heard>>>::default());
+        let (address, heard) = (
+            listener.local_addr().unwrap(),
+            Arc::<Mutex<Vec<Heard>>>::default(),
+        );
         let together = together.map(|count| Arc::new(Barrier::new(count)));
-        let script = Script { steps: steps.into(), heard: heard.clone(), together };
+        let script = Script {
+            steps: steps.into(),
+            heard: heard.clone(),
+            together,
+        };
         let router = Router::new().fallback(answer).with_state(script);
         let task = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
-        Self { address, heard, task }
+        Self {
+            address,
+            heard,
+            task,
+        }
     }
 
     /// What it has heard since the last time, in the order of the names.
@@ -77,17 +88,34 @@ impl Drop for Scripted {
     }
 }
 
-async fn answer(State(script): State<Script>, uri: Uri, headers: HeaderMap, body: String) -> Response {
-    let name = headers.get("x-request-id").map_or("", |name| name.to_str().unwrap()).to_owned();
-    let at = script.steps.iter().position(|step| step.name == name && uri.path() == CHAT);
-    let Some(at) = at else { return StatusCode::NOT_FOUND.into_response() };
+async fn answer(
+    State(script): State<Script>,
+    uri: Uri,
+    headers: HeaderMap,
+    body: String,
+) -> Response {
+    let name = headers
+        .get("x-request-id")
+        .map_or("", |name| name.to_str().unwrap())
+        .to_owned();
+    let at = script
+        .steps
+        .iter()
+        .position(|step| step.name == name && uri.path() == CHAT);
+    let Some(at) = at else {
+        return StatusCode::NOT_FOUND.into_response();
+    };
     script.heard.lock().push(Heard { headers, body });
     if let Some(together) = &script.together {
         together.wait().await;
         let later = script.steps.len() - at - 1;
         tokio::time::sleep(Duration::from_millis(30 * later as u64)).await;
     }
-    ([(header::CONTENT_TYPE, "application/json")], script.steps[at].response.clone()).into_response()
+    (
+        [(header::CONTENT_TYPE, "application/json")],
+        script.steps[at].response.clone(),
+    )
+        .into_response()
 }
 
 /// The captured steps of an engine.
@@ -96,13 +124,18 @@ fn steps(at: [usize; 2]) -> Vec<Step> {
     let step = |at: usize| {
         let step = &captured["log"][at];
         let name = step["headers"]["X-Request-Id"].as_str().unwrap().to_owned();
-        Step { name, request: step["request"].clone(), response: step["response"].to_string() }
+        Step {
+            name,
+            request: step["request"].clone(),
+            response: step["response"].to_string(),
+        }
     };
     at.map(step).into()
 }
 
 /// What no engine knows, as a client may write it.
-const UNKNOWN: &str = r#""some_engines_own": {"big":18446744073709551615, "f": 1.50, "nothing":null}"#;
+const UNKNOWN: &str =
+    r#""some_engines_own": {"big":18446744073709551615, "f": 1.50, "nothing":null}"#;
 
 fn unknown() -> Value {
     serde_json::from_str(&format!("{{{UNKNOWN}}}")).unwrap()
@@ -110,7 +143,9 @@ fn unknown() -> Value {
 
 fn with(body: &Value, more: &Value) -> Value {
     let mut body = body.clone();
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body.as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     body
 }
 
@@ -118,7 +153,10 @@ fn with(body: &Value, more: &Value) -> Value {
 /// of its own.
 fn of_client(decode: &Step) -> String {
     let mut body = decode.request.clone();
-    body.as_object_mut().unwrap().remove("kv_transfer_params").unwrap();
+    body.as_object_mut()
+        .unwrap()
+        .remove("kv_transfer_params")
+        .unwrap();
     let text = body.to_string();
     format!("{},{UNKNOWN}}}", text.strip_suffix('}').unwrap())
 }
@@ -135,10 +173,18 @@ impl Wire {
     async fn start(together: Option<usize>) -> Self {
         let prefill = Scripted::start(steps([0, 3]), together).await;
         let decode = Scripted::start(steps([1, 4]), None).await;
-        let dir = tempfile::Builder::new().prefix("warmroute-wire-").tempdir().unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-wire-")
+            .tempdir()
+            .unwrap();
         let mut stack = Stack::engines(&programs(), &[], dir.path()).await.unwrap();
         let entry = |id: u64, role: &str, at: &Scripted| json!({"id": id, "role": role, "endpoint": at.address});
-        stack.write_worker_entries(&json!([entry(1, "prefill", &prefill), entry(2, "decode", &decode)])).unwrap();
+        stack
+            .write_worker_entries(&json!([
+                entry(1, "prefill", &prefill),
+                entry(2, "decode", &decode)
+            ]))
+            .unwrap();
         let config = json!({"response": {"worker_header": true}, "models": [{
             "name": "tiny-qwen",
             "tokenizer": model_file("tokenizer.json.gz"),
@@ -147,13 +193,25 @@ impl Wire {
             "prefill": {"by": "call"},
         }]});
         stack.start_router(&config).await.unwrap();
-        let shipped = stack.standalone().config_of("disaggregated-call", &[]).unwrap();
+        let shipped = stack
+            .standalone()
+            .config_of("disaggregated-call", &[])
+            .unwrap();
         stack.start_envoy(&patient(&shipped)).await.unwrap();
-        Self { stack, http: warmroute::tls::client().build().unwrap(), prefill, decode, _dir: dir }
+        Self {
+            stack,
+            http: warmroute::tls::client().build().unwrap(),
+            prefill,
+            decode,
+            _dir: dir,
+        }
     }
 
     async fn ask(&self, name: &str, body: String) -> Answer {
-        let request = self.http.post(self.stack.url(CHAT)).header("content-type", "application/json");
+        let request = self
+            .http
+            .post(self.stack.url(CHAT))
+            .header("content-type", "application/json");
         Answer::of(request.header("x-request-id", name).body(body)).await
     }
 }
@@ -168,13 +226,24 @@ fn compare(heard: (&Heard, &Heard), captured: (&Step, &Step)) {
     assert_eq!(read(heard.0), to_prefill);
     assert_eq!(read(heard.1), with(&captured.1.request, &unknown()));
     for (heard, captured) in [(heard.0, captured.0), (heard.1, captured.1)] {
-        assert!(heard.body.contains(UNKNOWN), "byte for byte as the client wrote it: {}", heard.body);
+        assert!(
+            heard.body.contains(UNKNOWN),
+            "byte for byte as the client wrote it: {}",
+            heard.body
+        );
         assert_eq!(heard.headers["x-request-id"], captured.name);
-        assert_eq!(heard.headers["content-length"], heard.body.len().to_string());
+        assert_eq!(
+            heard.headers["content-length"],
+            heard.body.len().to_string()
+        );
     }
     let answer: Value = serde_json::from_str(&captured.0.response).unwrap();
     let handed_over = answer["kv_transfer_params"].to_string();
-    assert!(heard.1.body.contains(&handed_over), "byte for byte as the engine wrote it: {}", heard.1.body);
+    assert!(
+        heard.1.body.contains(&handed_over),
+        "byte for byte as the engine wrote it: {}",
+        heard.1.body
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -182,8 +251,14 @@ async fn both_engines_hear_what_they_heard_when_it_was_captured() {
     let wire = Wire::start(None).await;
     for (to_prefill, to_decode) in steps([0, 3]).iter().zip(&steps([1, 4])) {
         let answer = wire.ask(&to_decode.name, of_client(to_decode)).await;
-        assert_eq!((answer.status.as_u16(), &answer.text), (200, &to_decode.response));
-        assert_eq!((answer.chosen(), answer.header("x-prefill-instance-id")), (2, "1"));
+        assert_eq!(
+            (answer.status.as_u16(), &answer.text),
+            (200, &to_decode.response)
+        );
+        assert_eq!(
+            (answer.chosen(), answer.header("x-prefill-instance-id")),
+            (2, "1")
+        );
         let (prefill, decode) = (wire.prefill.take(), wire.decode.take());
         assert_eq!((prefill.len(), decode.len()), (1, 1), "each of them once");
         compare((&prefill[0], &decode[0]), (to_prefill, to_decode));
@@ -197,11 +272,17 @@ async fn of_two_requests_at_once_each_is_handed_its_own_whoever_is_answered_firs
     for _ in 0..10 {
         let ask = |at: usize| wire.ask(&to_decode[at].name, of_client(&to_decode[at]));
         let (first, second) = tokio::join!(ask(0), ask(1));
-        assert_eq!([&first.text, &second.text], [&to_decode[0].response, &to_decode[1].response]);
+        assert_eq!(
+            [&first.text, &second.text],
+            [&to_decode[0].response, &to_decode[1].response]
+        );
         let (prefill, decode) = (wire.prefill.take(), wire.decode.take());
         assert_eq!((prefill.len(), decode.len()), (2, 2));
         for at in 0..2 {
-            compare((&prefill[at], &decode[at]), (&to_prefill[at], &to_decode[at]));
+            compare(
+                (&prefill[at], &decode[at]),
+                (&to_prefill[at], &to_decode[at]),
+            );
         }
     }
 }

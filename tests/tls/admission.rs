@@ -12,10 +12,16 @@ use crate::site::{Caller, PATIENCE, Site, dial, http, served, shown, until};
 
 #[tokio::test]
 async fn a_certificate_made_at_start_serves_who_does_not_check_and_nobody_without_tls() {
-    let site = Site::start(json!({"listen": {"tcp": "127.0.0.1:0", "tls": {"self_signed": true}}}), |_| ()).await;
+    let site = Site::start(
+        json!({"listen": {"tcp": "127.0.0.1:0", "tls": {"self_signed": true}}}),
+        |_| (),
+    )
+    .await;
     until("ready", async || site.page("/readyz", "").await.0 == 200).await;
     for version in [&rustls::version::TLS13, &rustls::version::TLS12] {
-        let stream = dial(site.ext_proc, client_of(&[version], None, None, "h2")).await.unwrap();
+        let stream = dial(site.ext_proc, client_of(&[version], None, None, "h2"))
+            .await
+            .unwrap();
         let connection = stream.get_ref().1;
         assert_eq!(connection.protocol_version(), Some(version.version));
         assert_eq!(connection.alpn_protocol(), Some(&b"h2"[..]));
@@ -25,15 +31,38 @@ async fn a_certificate_made_at_start_serves_who_does_not_check_and_nobody_withou
     let cert = shown(site.ext_proc, client(None, None, "h2")).await;
     let (_, parsed) = x509_parser::parse_x509_certificate(&cert).unwrap();
     let series = "tls_certificate_expires_seconds{listener=\"ext_proc\"}";
-    assert_eq!(site.metric(series).await, parsed.validity().not_after.timestamp() as f64);
+    assert_eq!(
+        site.metric(series).await,
+        parsed.validity().not_after.timestamp() as f64
+    );
 
     // Plaintext is refused, another protocol too, and so is a client that checks.
-    let plain = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    let plain = Channel::from_shared(format!("http://{}", site.ext_proc))
+        .unwrap()
+        .connect_lazy();
     assert!(served(plain).await.is_err());
-    assert!(dial(site.ext_proc, client(None, None, "http/1.1")).await.is_err());
-    assert!(dial(site.ext_proc, client(Some(&Authority::new("another")), None, "h2")).await.is_err());
-    assert!(site.metric("tls_handshakes_total{listener=\"ext_proc\",outcome=\"failed\"}").await >= 2.0);
-    assert!(caller.is_served().await.unwrap(), "nobody else is disturbed");
+    assert!(
+        dial(site.ext_proc, client(None, None, "http/1.1"))
+            .await
+            .is_err()
+    );
+    assert!(
+        dial(
+            site.ext_proc,
+            client(Some(&Authority::new("another")), None, "h2")
+        )
+        .await
+        .is_err()
+    );
+    assert!(
+        site.metric("tls_handshakes_total{listener=\"ext_proc\",outcome=\"failed\"}")
+            .await
+            >= 2.0
+    );
+    assert!(
+        caller.is_served().await.unwrap(),
+        "nobody else is disturbed"
+    );
     site.stop().await;
 }
 
@@ -46,27 +75,50 @@ async fn a_given_certificate_is_verified_on_every_listener() {
         "api": listener(json!({"cert_dir": "certs"})),
         "admin": listener(json!({"cert_dir": "certs"})),
     });
-    let site = Site::start(more, |folder| authority.sign(1).write(&folder.join("certs"))).await;
+    let site = Site::start(more, |folder| {
+        authority.sign(1).write(&folder.join("certs"))
+    })
+    .await;
     let mut callers = Vec::new();
     for address in [site.ext_proc, site.api.unwrap()] {
         let caller = Caller::new(address, client(Some(&authority), None, "h2")).await;
         until("served", async || caller.is_served().await.unwrap()).await;
         callers.push(caller);
     }
-    let page = dial(site.admin, client(Some(&authority), None, "http/1.1")).await.unwrap();
+    let page = dial(site.admin, client(Some(&authority), None, "http/1.1"))
+        .await
+        .unwrap();
     let (status, text) = http(page, "/metrics", "").await.unwrap();
     assert_eq!(status, 200);
     for listener in ["ext_proc", "api", "admin"] {
-        assert!(text.contains(&format!("warmroute_connections{{listener=\"{listener}\"}} 1")), "{listener}: {text}");
+        assert!(
+            text.contains(&format!(
+                "warmroute_connections{{listener=\"{listener}\"}} 1"
+            )),
+            "{listener}: {text}"
+        );
     }
-    assert!(http(TcpStream::connect(site.admin).await.unwrap(), "/healthz", "").await.is_err(), "not in plaintext");
+    assert!(
+        http(
+            TcpStream::connect(site.admin).await.unwrap(),
+            "/healthz",
+            ""
+        )
+        .await
+        .is_err(),
+        "not in plaintext"
+    );
     drop(callers);
     site.stop().await;
 }
 
 #[tokio::test]
 async fn with_a_client_authority_only_its_clients_are_served() {
-    let (servers, clients, others) = (Authority::new("servers"), Authority::new("clients"), Authority::new("others"));
+    let (servers, clients, others) = (
+        Authority::new("servers"),
+        Authority::new("clients"),
+        Authority::new("others"),
+    );
     let tls = json!({"cert_dir": "certs", "client_ca": "clients.pem"});
     let more = json!({
         "listen": {"tcp": "127.0.0.1:0", "tls": tls},
@@ -82,7 +134,11 @@ async fn with_a_client_authority_only_its_clients_are_served() {
     until("served", async || caller.is_served().await.unwrap()).await;
     for own in [None, Some(&wrong)] {
         let caller = Caller::new(site.ext_proc, client(Some(&servers), own, "h2")).await;
-        assert!(caller.is_served().await.is_err(), "with {:?}", own.map(|own| &own.cert));
+        assert!(
+            caller.is_served().await.is_err(),
+            "with {:?}",
+            own.map(|own| &own.cert)
+        );
         // In TLS 1.3 a client learns of it only when it reads.
         let page = dial(site.admin, client(Some(&servers), own, "http/1.1")).await;
         let answer = match page {
@@ -91,7 +147,9 @@ async fn with_a_client_authority_only_its_clients_are_served() {
         };
         assert!(answer.is_err(), "{answer:?}");
     }
-    let page = dial(site.admin, client(Some(&servers), Some(&right), "http/1.1")).await.unwrap();
+    let page = dial(site.admin, client(Some(&servers), Some(&right), "http/1.1"))
+        .await
+        .unwrap();
     assert_eq!(http(page, "/metrics", "").await.unwrap().0, 200);
     site.stop().await;
 }
@@ -99,13 +157,33 @@ async fn with_a_client_authority_only_its_clients_are_served() {
 #[tokio::test]
 async fn a_token_protects_all_pages_but_the_probes_and_may_change() {
     let more = json!({"admin": {"listen": "127.0.0.1:0", "token_file": "token"}});
-    let site = Site::start(more, |folder| std::fs::write(folder.join("token"), "first\n").unwrap()).await;
+    let site = Site::start(more, |folder| {
+        std::fs::write(folder.join("token"), "first\n").unwrap()
+    })
+    .await;
     let with = |token: &str| format!("authorization: Bearer {token}\r\n");
-    for page in ["/metrics", "/debug/fleet", "/debug/load", "/debug/index", "/debug/explain", "/nowhere", "/"] {
-        for header in [String::new(), with("second"), with("firs"), "authorization: Basic first\r\n".to_owned()] {
+    for page in [
+        "/metrics",
+        "/debug/fleet",
+        "/debug/load",
+        "/debug/index",
+        "/debug/explain",
+        "/nowhere",
+        "/",
+    ] {
+        for header in [
+            String::new(),
+            with("second"),
+            with("firs"),
+            "authorization: Basic first\r\n".to_owned(),
+        ] {
             let (status, text) = site.page(page, &header).await;
             assert_eq!(status, 401, "{page} {header}");
-            assert!(text.to_ascii_lowercase().contains("\r\nwww-authenticate: bearer\r\n"), "{text}");
+            assert!(
+                text.to_ascii_lowercase()
+                    .contains("\r\nwww-authenticate: bearer\r\n"),
+                "{text}"
+            );
             assert!(!text.contains("first"), "{text}");
         }
     }
@@ -116,7 +194,10 @@ async fn a_token_protects_all_pages_but_the_probes_and_may_change() {
     assert_eq!(site.page("/nowhere", &with("first")).await.0, 404);
     std::fs::write(site.path("next"), "second").unwrap();
     std::fs::rename(site.path("next"), site.path("token")).unwrap();
-    until("the new token", async || site.page("/debug/fleet", &with("second")).await.0 == 200).await;
+    until("the new token", async || {
+        site.page("/debug/fleet", &with("second")).await.0 == 200
+    })
+    .await;
     assert_eq!(site.page("/debug/fleet", &with("first")).await.0, 401);
     site.stop().await;
 }
@@ -124,17 +205,34 @@ async fn a_token_protects_all_pages_but_the_probes_and_may_change() {
 #[tokio::test]
 async fn explain_asks_with_the_token() {
     let more = json!({"admin": {"listen": "127.0.0.1:0", "token_file": "token"}});
-    let site = Site::start(more, |folder| std::fs::write(folder.join("token"), "first\n").unwrap()).await;
+    let site = Site::start(more, |folder| {
+        std::fs::write(folder.join("token"), "first\n").unwrap()
+    })
+    .await;
     until("ready", async || site.page("/readyz", "").await.0 == 200).await;
-    std::fs::write(site.path("body"), json!({"model": "m", "prompt": "why?"}).to_string()).unwrap();
+    std::fs::write(
+        site.path("body"),
+        json!({"model": "m", "prompt": "why?"}).to_string(),
+    )
+    .unwrap();
     let explain = |token: &[&str]| {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command.args(["explain", "--admin", &format!("http://{}", site.admin), "--body"]).arg(site.path("body"));
+        command
+            .args([
+                "explain",
+                "--admin",
+                &format!("http://{}", site.admin),
+                "--body",
+            ])
+            .arg(site.path("body"));
         command.args(token).current_dir(site.path("")).output()
     };
     let refused = explain(&[]).await.unwrap();
     assert!(!refused.status.success());
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("asks for the token"), "{refused:?}");
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains("asks for the token"),
+        "{refused:?}"
+    );
     let answered = explain(&["--token-file", "token"]).await.unwrap();
     assert!(answered.status.success(), "{answered:?}");
     site.stop().await;
@@ -157,9 +255,20 @@ async fn clients_that_say_nothing_hold_up_nobody_and_are_sent_away() {
     let caller = Caller::new(site.ext_proc, client(None, None, "h2")).await;
     until("served", async || caller.is_served().await.unwrap()).await;
     for mut socket in silent {
-        assert_eq!(timeout(PATIENCE, socket.read(&mut [0; 1])).await.unwrap().unwrap_or(0), 0, "closed");
+        assert_eq!(
+            timeout(PATIENCE, socket.read(&mut [0; 1]))
+                .await
+                .unwrap()
+                .unwrap_or(0),
+            0,
+            "closed"
+        );
     }
-    site.shows("tls_handshakes_total{listener=\"ext_proc\",outcome=\"expired\"}", 50.0).await;
+    site.shows(
+        "tls_handshakes_total{listener=\"ext_proc\",outcome=\"expired\"}",
+        50.0,
+    )
+    .await;
     // So is one that says nothing after its handshake; the one that is served stays.
     site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
     drop(shaken);
@@ -171,19 +280,39 @@ async fn clients_that_say_nothing_hold_up_nobody_and_are_sent_away() {
 async fn full_listener_replaces_idle_connections_only() {
     let more = json!({"limits": {"connections": 3}});
     let site = Site::start(more, |_| ()).await;
-    let used = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    let used = Channel::from_shared(format!("http://{}", site.ext_proc))
+        .unwrap()
+        .connect_lazy();
     until("served", async || served(used.clone()).await.unwrap()).await;
     let mut client = tonic_health::pb::health_client::HealthClient::new(used.clone());
-    let watch = client.watch(tonic_health::pb::HealthCheckRequest::default()).await.unwrap();
-    let mut idle = [TcpStream::connect(site.ext_proc).await.unwrap(), TcpStream::connect(site.ext_proc).await.unwrap()];
+    let watch = client
+        .watch(tonic_health::pb::HealthCheckRequest::default())
+        .await
+        .unwrap();
+    let mut idle = [
+        TcpStream::connect(site.ext_proc).await.unwrap(),
+        TcpStream::connect(site.ext_proc).await.unwrap(),
+    ];
     site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
-    let another = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    let another = Channel::from_shared(format!("http://{}", site.ext_proc))
+        .unwrap()
+        .connect_lazy();
     assert!(served(another.clone()).await.unwrap());
     // The settings of the server, and then the end.
-    let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new())).await.unwrap();
-    site.shows("connections_closed_total{listener=\"ext_proc\",reason=\"evicted\"}", 1.0).await;
+    let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new()))
+        .await
+        .unwrap();
+    site.shows(
+        "connections_closed_total{listener=\"ext_proc\",reason=\"evicted\"}",
+        1.0,
+    )
+    .await;
     site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
-    assert_eq!(site.metric("connections_refused_total{listener=\"ext_proc\"}").await, 0.0);
+    assert_eq!(
+        site.metric("connections_refused_total{listener=\"ext_proc\"}")
+            .await,
+        0.0
+    );
     assert!(served(used).await.unwrap());
     drop((watch, another));
     site.stop().await;
@@ -191,13 +320,18 @@ async fn full_listener_replaces_idle_connections_only() {
 
 #[tokio::test]
 async fn headers_of_a_call_and_exchanges_on_a_connection_are_bounded() {
-    let more = json!({"limits": {"header_list": "4KiB", "streams": 2}, "listen": {"tcp": "127.0.0.1:0"}});
+    let more =
+        json!({"limits": {"header_list": "4KiB", "streams": 2}, "listen": {"tcp": "127.0.0.1:0"}});
     let site = Site::start(more, |_| ()).await;
-    let channel = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    let channel = Channel::from_shared(format!("http://{}", site.ext_proc))
+        .unwrap()
+        .connect_lazy();
     until("served", async || served(channel.clone()).await.unwrap()).await;
     let call = |bytes: usize| {
         let mut request = tonic::Request::new(tonic_health::pb::HealthCheckRequest::default());
-        request.metadata_mut().insert("x-long", "x".repeat(bytes).parse().unwrap());
+        request
+            .metadata_mut()
+            .insert("x-long", "x".repeat(bytes).parse().unwrap());
         let mut client = tonic_health::pb::health_client::HealthClient::new(channel.clone());
         async move { client.check(request).await }
     };
@@ -206,12 +340,21 @@ async fn headers_of_a_call_and_exchanges_on_a_connection_are_bounded() {
     // Watching is a stream without an end; the third waits until one of the first two has gone.
     let watch = || {
         let mut client = tonic_health::pb::health_client::HealthClient::new(channel.clone());
-        async move { client.watch(tonic_health::pb::HealthCheckRequest::default()).await }
+        async move {
+            client
+                .watch(tonic_health::pb::HealthCheckRequest::default())
+                .await
+        }
     };
     let first = watch().await.unwrap();
     let second = watch().await.unwrap();
     let mut third = Box::pin(watch());
-    assert!(timeout(std::time::Duration::from_millis(200), &mut third).await.is_err(), "it waits");
+    assert!(
+        timeout(std::time::Duration::from_millis(200), &mut third)
+            .await
+            .is_err(),
+        "it waits"
+    );
     drop(first);
     assert!(timeout(PATIENCE, third).await.unwrap().is_ok());
     drop(second);
@@ -226,19 +369,34 @@ async fn commands_read_admin_pages_over_tls() {
         authority.sign(1).write(&folder.join("certs"));
         std::fs::write(folder.join("ca.pem"), &authority.cert).unwrap();
         std::fs::write(folder.join("other.pem"), &other.cert).unwrap();
-        std::fs::write(folder.join("body"), json!({"model": "m", "prompt": "why?"}).to_string()).unwrap();
+        std::fs::write(
+            folder.join("body"),
+            json!({"model": "m", "prompt": "why?"}).to_string(),
+        )
+        .unwrap();
     })
     .await;
     let (admin, body) = (format!("https://{}", site.admin), site.path("body"));
     let run = async |args: &[&str], authority: &str| {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
-        command.args(args).args(["--admin", &admin]).arg("--ca-file").arg(site.path(authority));
+        command
+            .args(args)
+            .args(["--admin", &admin])
+            .arg("--ca-file")
+            .arg(site.path(authority));
         command.output().await.unwrap()
     };
     let explain = ["explain", "--body", body.to_str().unwrap()];
-    until("explained", async || run(&explain, "ca.pem").await.status.success()).await;
+    until("explained", async || {
+        run(&explain, "ca.pem").await.status.success()
+    })
+    .await;
     let audited = run(&["audit"], "ca.pem").await;
-    assert!(audited.status.success(), "{}", String::from_utf8_lossy(&audited.stderr));
+    assert!(
+        audited.status.success(),
+        "{}",
+        String::from_utf8_lossy(&audited.stderr)
+    );
     for args in [&explain[..], &["audit"]] {
         let refused = run(args, "other.pem").await;
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -32,7 +32,12 @@ impl ServerCertVerifier for Blind {
         cert: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, cert, signed, &self.0.signature_verification_algorithms)
+        verify_tls12_signature(
+            message,
+            cert,
+            signed,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn verify_tls13_signature(
@@ -41,7 +46,12 @@ impl ServerCertVerifier for Blind {
         cert: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, cert, signed, &self.0.signature_verification_algorithms)
+        verify_tls13_signature(
+            message,
+            cert,
+            signed,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -50,8 +60,17 @@ impl ServerCertVerifier for Blind {
 }
 
 /// A client that trusts `authority`, or takes anything; with a certificate of its own, or without; that speaks `protocol`.
-pub(crate) fn client(authority: Option<&Authority>, own: Option<&Pair>, protocol: &str) -> Arc<ClientConfig> {
-    client_of(&[&rustls::version::TLS13, &rustls::version::TLS12], authority, own, protocol)
+pub(crate) fn client(
+    authority: Option<&Authority>,
+    own: Option<&Pair>,
+    protocol: &str,
+) -> Arc<ClientConfig> {
+    client_of(
+        &[&rustls::version::TLS13, &rustls::version::TLS12],
+        authority,
+        own,
+        protocol,
+    )
 }
 
 /// The same with versions of TLS of one's own choice.
@@ -66,15 +85,24 @@ pub(crate) fn client_of(
     let builder = match authority {
         Some(authority) => {
             let mut roots = RootCertStore::empty();
-            roots.add(CertificateDer::from_pem_slice(authority.cert.as_bytes()).unwrap()).unwrap();
+            roots
+                .add(CertificateDer::from_pem_slice(authority.cert.as_bytes()).unwrap())
+                .unwrap();
             builder.with_root_certificates(roots)
         }
-        None => builder.dangerous().with_custom_certificate_verifier(Arc::new(Blind(ring::default_provider()))),
+        None => builder
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(Blind(ring::default_provider()))),
     };
     let mut client = match own {
         Some(pair) => {
             let chain = vec![CertificateDer::from_pem_slice(pair.cert.as_bytes()).unwrap()];
-            builder.with_client_auth_cert(chain, PrivateKeyDer::from_pem_slice(pair.key.as_bytes()).unwrap()).unwrap()
+            builder
+                .with_client_auth_cert(
+                    chain,
+                    PrivateKeyDer::from_pem_slice(pair.key.as_bytes()).unwrap(),
+                )
+                .unwrap()
         }
         None => builder.with_no_client_auth(),
     };

@@ -50,7 +50,9 @@ struct RawConnection<S>(S);
 
 impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
     async fn open(mut io: S) -> Self {
-        io.write_all(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat()).await.unwrap();
+        io.write_all(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat())
+            .await
+            .unwrap();
         Self(io)
     }
 
@@ -58,10 +60,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
     async fn next(&mut self, kinds: &[u8]) -> Option<(u8, u32, Vec<u8>)> {
         loop {
             let mut head = [0; 9];
-            timeout(PATIENCE, self.0.read_exact(&mut head)).await.unwrap().ok()?;
+            timeout(PATIENCE, self.0.read_exact(&mut head))
+                .await
+                .unwrap()
+                .ok()?;
             let [l0, l1, l2, kind, _, s0, s1, s2, s3] = head;
             let mut payload = vec![0; u32::from_be_bytes([0, l0, l1, l2]) as usize];
-            timeout(PATIENCE, self.0.read_exact(&mut payload)).await.unwrap().ok()?;
+            timeout(PATIENCE, self.0.read_exact(&mut payload))
+                .await
+                .unwrap()
+                .ok()?;
             if kinds.contains(&kind) {
                 return Some((kind, u32::from_be_bytes([s0, s1, s2, s3]), payload));
             }
@@ -71,7 +79,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
     /// Whether a call with this authority is answered, by a health status or by a status of gRPC.
     async fn is_answered(&mut self, stream: u32, authority: &str) -> bool {
         let message = frame(0, 1, stream, &[0; 5]);
-        self.0.write_all(&[call(stream, authority), message].concat()).await.unwrap();
+        self.0
+            .write_all(&[call(stream, authority), message].concat())
+            .await
+            .unwrap();
         loop {
             match self.next(&[HEADERS, RST_STREAM, GOAWAY]).await.unwrap() {
                 // The end of a call before.
@@ -83,7 +94,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
 
     /// Opens and resets streams; whether the server then closes the connection because there were too many.
     async fn is_closed_for_resets(&mut self, count: u32) -> bool {
-        let reset = |n: u32| [call(2 * n + 1, "warmroute"), frame(RST_STREAM, 0, 2 * n + 1, &[0, 0, 0, 8])].concat();
+        let reset = |n: u32| {
+            [
+                call(2 * n + 1, "warmroute"),
+                frame(RST_STREAM, 0, 2 * n + 1, &[0, 0, 0, 8]),
+            ]
+            .concat()
+        };
         let mut octets: Vec<u8> = (0..count).flat_map(reset).collect();
         octets.extend(frame(PING, 0, 0, &[7; 8]));
         self.0.write_all(&octets).await.unwrap();
@@ -104,7 +121,10 @@ async fn start(more: Value) -> Site {
         "api": {"listen": "127.0.0.1:0"},
         "envoy": {"xds": {"listen": "127.0.0.1:0"}},
     });
-    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    config
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     let site = Site::start(config, |_| ()).await;
     until("ready", async || site.page("/readyz", "").await.0 == 200).await;
     site
@@ -113,14 +133,26 @@ async fn start(more: Value) -> Site {
 #[tokio::test]
 async fn every_grpc_listener_accepts_any_authority() {
     let site = start(json!({})).await;
-    let authorities = ["outbound|9002||warmroute.inference.svc.cluster.local", "extension/ns/name", "warmroute:9002"];
+    let authorities = [
+        "outbound|9002||warmroute.inference.svc.cluster.local",
+        "extension/ns/name",
+        "warmroute:9002",
+    ];
     for address in [Some(site.ext_proc), site.health, site.api, site.xds].map(Option::unwrap) {
         let mut connection = RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
         for (stream, authority) in (1..).step_by(2).zip(authorities) {
-            assert!(connection.is_answered(stream, authority).await, "{address} {authority}");
+            assert!(
+                connection.is_answered(stream, authority).await,
+                "{address} {authority}"
+            );
         }
     }
-    let mut connection = RawConnection::open(UnixStream::connect(site.path("ext_proc.sock")).await.unwrap()).await;
+    let mut connection = RawConnection::open(
+        UnixStream::connect(site.path("ext_proc.sock"))
+            .await
+            .unwrap(),
+    )
+    .await;
     assert!(connection.is_answered(1, authorities[0]).await);
     // It would not answer the ping of a graceful shutdown.
     drop(connection);
@@ -130,21 +162,41 @@ async fn every_grpc_listener_accepts_any_authority() {
 #[tokio::test]
 async fn http2_errors_are_counted() {
     let site = start(json!({})).await;
-    let mut connection = RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
-    assert!(!connection.is_answered(1, "").await, "an empty authority stays invalid");
-    site.shows("http2_errors_total{listener=\"ext_proc\",scope=\"stream\",reason=\"protocol_error\"}", 1.0).await;
-    connection.0.write_all(&frame(0, 0, 0, b"data of no stream")).await.unwrap();
+    let mut connection =
+        RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
+    assert!(
+        !connection.is_answered(1, "").await,
+        "an empty authority stays invalid"
+    );
+    site.shows(
+        "http2_errors_total{listener=\"ext_proc\",scope=\"stream\",reason=\"protocol_error\"}",
+        1.0,
+    )
+    .await;
+    connection
+        .0
+        .write_all(&frame(0, 0, 0, b"data of no stream"))
+        .await
+        .unwrap();
     assert!(connection.next(&[GOAWAY]).await.is_some());
-    site.shows("http2_errors_total{listener=\"ext_proc\",scope=\"connection\",reason=\"protocol_error\"}", 1.0).await;
+    site.shows(
+        "http2_errors_total{listener=\"ext_proc\",scope=\"connection\",reason=\"protocol_error\"}",
+        1.0,
+    )
+    .await;
     site.stop().await;
 }
 
 #[tokio::test]
 async fn only_ext_proc_tolerates_many_resets() {
     let site = start(json!({})).await;
-    let connect = async |address| RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
+    let connect =
+        async |address| RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
     for address in [site.health, site.api, site.xds].map(Option::unwrap) {
-        assert!(connect(address).await.is_closed_for_resets(200).await, "{address}");
+        assert!(
+            connect(address).await.is_closed_for_resets(200).await,
+            "{address}"
+        );
     }
     assert!(!connect(site.ext_proc).await.is_closed_for_resets(200).await);
     site.stop().await;
@@ -156,28 +208,48 @@ async fn idle_connections_do_not_keep_probes_out() {
     let mut held = Vec::new();
     for _ in 0..16 {
         let mut http1 = TcpStream::connect(site.admin).await.unwrap();
-        http1.write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: y").await.unwrap();
+        http1
+            .write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: y")
+            .await
+            .unwrap();
         held.push(http1);
         for address in [site.health.unwrap(), site.ext_proc] {
-            held.push(RawConnection::open(TcpStream::connect(address).await.unwrap()).await.0);
+            held.push(
+                RawConnection::open(TcpStream::connect(address).await.unwrap())
+                    .await
+                    .0,
+            );
         }
     }
-    let page = http(TcpStream::connect(site.admin).await.unwrap(), "/healthz", "").await;
+    let page = http(
+        TcpStream::connect(site.admin).await.unwrap(),
+        "/healthz",
+        "",
+    )
+    .await;
     assert_eq!(page.unwrap().0, 200);
     for address in [site.health.unwrap(), site.ext_proc] {
         let mut connection = RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
         assert!(connection.is_answered(1, "warmroute").await, "{address}");
     }
     for listener in ["admin", "health", "ext_proc"] {
-        let series = format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}");
+        let series =
+            format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}");
         until(&series, async || site.metric(&series).await >= 9.0).await;
     }
     let mut closed = 0;
     for held in &mut held {
-        let read = timeout(Duration::from_millis(100), held.read_to_end(&mut Vec::new())).await;
+        let read = timeout(
+            Duration::from_millis(100),
+            held.read_to_end(&mut Vec::new()),
+        )
+        .await;
         closed += usize::from(read.is_ok());
     }
-    assert!(closed >= 27, "{closed} clients see the end of their connections");
+    assert!(
+        closed >= 27,
+        "{closed} clients see the end of their connections"
+    );
     drop(held);
     site.stop().await;
 }
@@ -224,11 +296,20 @@ async fn clients_that_do_not_read_are_evicted() {
         ("admin", site.admin, b"".as_slice(), page.as_slice()),
     ];
     for (listener, address, start, request) in listeners {
-        let (mut first, mut second) =
-            tokio::join!(StalledClient::open(address, start, request), StalledClient::open(address, start, request));
-        let replacing = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
-        assert!(first.is_reset().await && second.is_reset().await, "{listener}");
-        let reason = format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}");
+        let (mut first, mut second) = tokio::join!(
+            StalledClient::open(address, start, request),
+            StalledClient::open(address, start, request)
+        );
+        let replacing = [
+            TcpStream::connect(address).await.unwrap(),
+            TcpStream::connect(address).await.unwrap(),
+        ];
+        assert!(
+            first.is_reset().await && second.is_reset().await,
+            "{listener}"
+        );
+        let reason =
+            format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}");
         assert!(site.metric(&reason).await >= 2.0, "{listener}");
         let open = format!("connections{{listener=\"{listener}\"}}");
         until(&open, async || site.metric(&open).await <= 2.0).await;
@@ -240,14 +321,23 @@ async fn clients_that_do_not_read_are_evicted() {
 #[tokio::test]
 async fn header_list_that_is_too_long_concerns_its_stream_only() {
     let site = start(json!({})).await;
-    let mut connection = RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
+    let mut connection =
+        RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
     // A literal field `x` of 100,000 octets without indexing. The default of `limits.header_list` is 64 KiB.
     let mut block = vec![0x83, 0x86, 0x84, 0x00, 1, b'x', 0x7f, 0xa1, 0x8c, 0x06];
     block.extend([b'y'; 100_000]);
-    connection.0.write_all(&frame(HEADERS, 5, 1, &block)).await.unwrap();
+    connection
+        .0
+        .write_all(&frame(HEADERS, 5, 1, &block))
+        .await
+        .unwrap();
     let (kind, stream, _) = connection.next(&[HEADERS, GOAWAY]).await.unwrap();
     assert_eq!((kind, stream), (HEADERS, 1), "status 431");
-    assert!(connection.is_answered(3, "outbound|9002||warmroute.inference.svc.cluster.local").await);
+    assert!(
+        connection
+            .is_answered(3, "outbound|9002||warmroute.inference.svc.cluster.local")
+            .await
+    );
     drop(connection);
     site.stop().await;
 }

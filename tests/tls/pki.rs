@@ -33,16 +33,25 @@ impl Authority {
         params.distinguished_name.push(DnType::CommonName, name);
         let key = KeyPair::generate().unwrap();
         let cert = params.self_signed(&key).unwrap().pem();
-        Self { cert, issuer: Issuer::new(params, key) }
+        Self {
+            cert,
+            issuer: Issuer::new(params, key),
+        }
     }
 
     /// A certificate for the loopback, good for servers and clients.
     pub(crate) fn sign(&self, serial: u64) -> Pair {
-        let mut params = CertificateParams::new(vec!["localhost".to_owned(), "127.0.0.1".to_owned()]).unwrap();
+        let mut params =
+            CertificateParams::new(vec!["localhost".to_owned(), "127.0.0.1".to_owned()]).unwrap();
         params.serial_number = Some(SerialNumber::from(serial));
-        params.distinguished_name.push(DnType::CommonName, "loopback");
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "loopback");
         let key = KeyPair::generate().unwrap();
         let cert = params.signed_by(&key, &self.issuer).unwrap().pem();
-        Pair { cert, key: key.serialize_pem() }
+        Pair {
+            cert,
+            key: key.serialize_pem(),
+        }
     }
 }

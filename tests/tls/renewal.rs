@@ -38,18 +38,28 @@ async fn new_connections_see_the_new_certificate_and_old_ones_go_on() {
     until("served", async || old.is_served().await.unwrap()).await;
     assert_eq!(serial(site.ext_proc, trusting()).await, 1);
     replace(&site.path("certs"), &authority, 2);
-    until("the second", async || serial(site.ext_proc, trusting()).await == 2).await;
+    until("the second", async || {
+        serial(site.ext_proc, trusting()).await == 2
+    })
+    .await;
     let handshakes = "tls_handshakes_total{listener=\"ext_proc\",outcome=\"done\"}";
     let before = site.metric(handshakes).await;
     assert!(old.is_served().await.unwrap());
-    assert_eq!(site.metric(handshakes).await, before, "by the connection it has");
+    assert_eq!(
+        site.metric(handshakes).await,
+        before,
+        "by the connection it has"
+    );
 
     // Broken: the second stays. Mended: the third.
     fs::write(site.path("certs/tls.crt"), "broken").unwrap();
     until("refused", async || site.metric(INVALID).await >= 1.0).await;
     assert_eq!(serial(site.ext_proc, trusting()).await, 2);
     replace(&site.path("certs"), &authority, 3);
-    until("the third", async || serial(site.ext_proc, trusting()).await == 3).await;
+    until("the third", async || {
+        serial(site.ext_proc, trusting()).await == 3
+    })
+    .await;
     assert_eq!(site.metric(APPLIED).await, 2.0);
     assert!(old.is_served().await.unwrap());
     site.stop().await;
@@ -58,7 +68,8 @@ async fn new_connections_see_the_new_certificate_and_old_ones_go_on() {
 #[tokio::test]
 async fn the_swap_of_a_mounted_secret_is_seen() {
     let authority = Authority::new("ours");
-    let version = |folder: &Path, name: &str, number: u64| authority.sign(number).write(&folder.join(name));
+    let version =
+        |folder: &Path, name: &str, number: u64| authority.sign(number).write(&folder.join(name));
     let site = Site::start(config(&json!({"cert_dir": "certs"})), |folder| {
         let folder = folder.join("certs");
         version(&folder, "..v1", 1);
@@ -74,26 +85,46 @@ async fn the_swap_of_a_mounted_secret_is_seen() {
     symlink("..v2", site.path("certs/..data_tmp")).unwrap();
     fs::rename(site.path("certs/..data_tmp"), site.path("certs/..data")).unwrap();
     fs::remove_dir_all(site.path("certs/..v1")).unwrap();
-    until("the second", async || serial(site.ext_proc, trusting()).await == 2).await;
-    assert_eq!((site.metric(APPLIED).await, site.metric(INVALID).await), (1.0, 0.0), "in one step");
+    until("the second", async || {
+        serial(site.ext_proc, trusting()).await == 2
+    })
+    .await;
+    assert_eq!(
+        (site.metric(APPLIED).await, site.metric(INVALID).await),
+        (1.0, 0.0),
+        "in one step"
+    );
     site.stop().await;
 }
 
 #[tokio::test]
 async fn a_new_client_authority_counts_at_once_when_asked_to_read_again() {
-    let (servers, before, after) = (Authority::new("servers"), Authority::new("before"), Authority::new("after"));
-    let site = Site::start(config(&json!({"cert_dir": "certs", "client_ca": "clients.pem"})), |folder| {
-        servers.sign(1).write(&folder.join("certs"));
-        fs::write(folder.join("clients.pem"), &before.cert).unwrap();
-    })
+    let (servers, before, after) = (
+        Authority::new("servers"),
+        Authority::new("before"),
+        Authority::new("after"),
+    );
+    let site = Site::start(
+        config(&json!({"cert_dir": "certs", "client_ca": "clients.pem"})),
+        |folder| {
+            servers.sign(1).write(&folder.join("certs"));
+            fs::write(folder.join("clients.pem"), &before.cert).unwrap();
+        },
+    )
     .await;
     let of = |authority: &Authority| client(Some(&servers), Some(&authority.sign(7)), "h2");
-    let (old, new) = (Caller::new(site.ext_proc, of(&before)).await, Caller::new(site.ext_proc, of(&after)).await);
+    let (old, new) = (
+        Caller::new(site.ext_proc, of(&before)).await,
+        Caller::new(site.ext_proc, of(&after)).await,
+    );
     until("served", async || old.is_served().await.unwrap()).await;
     assert!(new.is_served().await.is_err());
     fs::write(site.path("clients.pem"), &after.cert).unwrap();
     site.secrets.reload();
-    until("served by the new one", async || new.is_served().await.is_ok_and(|served| served)).await;
+    until("served by the new one", async || {
+        new.is_served().await.is_ok_and(|served| served)
+    })
+    .await;
     assert!(old.is_served().await.unwrap(), "who is in stays in");
     let refused = Caller::new(site.ext_proc, of(&before)).await;
     assert!(refused.is_served().await.is_err());

@@ -53,17 +53,34 @@ impl Site {
             "drain": {"grace": "0s"},
             "workers": [{"id": 1, "endpoint": "10.0.0.1:8000"}],
         });
-        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         let path = dir.path().join("warmroute.yaml");
         std::fs::write(&path, config.to_string()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
         let app = App::start(config).await.unwrap();
-        let (ext_proc, api, admin) = (app.ext_proc_address.unwrap(), app.api_address, app.admin_address);
+        let (ext_proc, api, admin) = (
+            app.ext_proc_address.unwrap(),
+            app.api_address,
+            app.admin_address,
+        );
         let health = app.health_address;
         let xds = app.xds_address;
         let (secrets, shutdown) = (app.secrets.clone(), CancellationToken::new());
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
-        Self { ext_proc, api, admin, health, xds, secrets, dir, shutdown, running }
+        Self {
+            ext_proc,
+            api,
+            admin,
+            health,
+            xds,
+            secrets,
+            dir,
+            shutdown,
+            running,
+        }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -72,13 +89,17 @@ impl Site {
 
     /// A page by plain HTTP, with a header or none: status and text with headers.
     pub(crate) async fn page(&self, path: &str, header: &str) -> (u16, String) {
-        http(TcpStream::connect(self.admin).await.unwrap(), path, header).await.unwrap()
+        http(TcpStream::connect(self.admin).await.unwrap(), path, header)
+            .await
+            .unwrap()
     }
 
     /// A number of the metrics page, 0 where it is not there.
     pub(crate) async fn metric(&self, series: &str) -> f64 {
         let (_, page) = self.page("/metrics", "").await;
-        let line = page.lines().find_map(|line| line.strip_prefix(&format!("warmroute_{series} ")));
+        let line = page
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("warmroute_{series} ")));
         line.map_or(0.0, |value| value.trim().parse().unwrap())
     }
 
@@ -90,7 +111,11 @@ impl Site {
 
     pub(crate) async fn stop(self) {
         self.shutdown.cancel();
-        timeout(PATIENCE, self.running).await.unwrap().unwrap().unwrap();
+        timeout(PATIENCE, self.running)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
     }
 }
 
@@ -104,23 +129,36 @@ pub(crate) async fn until(what: &str, so: impl AsyncFn() -> bool) {
 }
 
 /// A TLS connection.
-pub(crate) async fn dial(address: SocketAddr, client: Arc<ClientConfig>) -> io::Result<TlsStream<TcpStream>> {
+pub(crate) async fn dial(
+    address: SocketAddr,
+    client: Arc<ClientConfig>,
+) -> io::Result<TlsStream<TcpStream>> {
     let socket = TcpStream::connect(address).await?;
     let name = ServerName::try_from("localhost").unwrap();
-    timeout(PATIENCE, TlsConnector::from(client).connect(name, socket)).await.unwrap()
+    timeout(PATIENCE, TlsConnector::from(client).connect(name, socket))
+        .await
+        .unwrap()
 }
 
 /// The certificate that a listener shows.
-pub(crate) async fn shown(address: SocketAddr, client: Arc<ClientConfig>) -> CertificateDer<'static> {
+pub(crate) async fn shown(
+    address: SocketAddr,
+    client: Arc<ClientConfig>,
+) -> CertificateDer<'static> {
     let stream = dial(address, client).await.unwrap();
-    stream.get_ref().1.peer_certificates().unwrap()[0].clone().into_owned()
+    stream.get_ref().1.peer_certificates().unwrap()[0]
+        .clone()
+        .into_owned()
 }
 
 /// The serial number of the certificate that a listener shows.
 pub(crate) async fn serial(address: SocketAddr, client: Arc<ClientConfig>) -> u64 {
     let shown = shown(address, client).await;
     let (_, parsed) = x509_parser::parse_x509_certificate(&shown).unwrap();
-    parsed.raw_serial().iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
+    parsed
+        .raw_serial()
+        .iter()
+        .fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 /// A request by HTTP/1.1: status and text with headers.
@@ -129,12 +167,18 @@ pub(crate) async fn http(
     path: &str,
     header: &str,
 ) -> io::Result<(u16, String)> {
-    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{header}\r\n");
+    let request =
+        format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{header}\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut text = Vec::new();
-    timeout(PATIENCE, stream.read_to_end(&mut text)).await.unwrap()?;
+    timeout(PATIENCE, stream.read_to_end(&mut text))
+        .await
+        .unwrap()?;
     let text = String::from_utf8(text).unwrap();
-    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let status = text
+        .split(' ')
+        .nth(1)
+        .and_then(|status| status.parse().ok());
     Ok((status.ok_or(io::ErrorKind::UnexpectedEof)?, text))
 }
 
@@ -157,8 +201,13 @@ impl Caller {
                 });
             }
         });
-        let channel = Channel::from_shared(format!("http://{near}")).unwrap().connect_lazy();
-        Self { channel, _tunnel: AbortOnDropHandle::new(tunnel) }
+        let channel = Channel::from_shared(format!("http://{near}"))
+            .unwrap()
+            .connect_lazy();
+        Self {
+            channel,
+            _tunnel: AbortOnDropHandle::new(tunnel),
+        }
     }
 
     /// Whether the health service answers that all is well.
@@ -168,7 +217,11 @@ impl Caller {
 }
 
 pub(crate) async fn served(channel: Channel) -> Result<bool, tonic::Status> {
-    let asked = HealthCheckRequest { service: String::new() };
-    let answer = timeout(PATIENCE, HealthClient::new(channel).check(asked)).await.unwrap()?;
+    let asked = HealthCheckRequest {
+        service: String::new(),
+    };
+    let answer = timeout(PATIENCE, HealthClient::new(channel).check(asked))
+        .await
+        .unwrap()?;
     Ok(answer.into_inner().status() == ServingStatus::Serving)
 }

@@ -49,18 +49,59 @@ enum Outcome {
 
 /// The exact outcomes.
 const TABLE: [(&str, Outcomes); 4] = [
-    ("/inference/v1/generate", Outcomes { equal: 19, different: 0, declined: 0, refused: 11 }),
-    ("/v1/chat/completions", Outcomes { equal: 39, different: 0, declined: 1, refused: 10 }),
-    ("/v1/messages", Outcomes { equal: 64, different: 0, declined: 1, refused: 7 }),
-    ("/v1/responses", Outcomes { equal: 76, different: 0, declined: 2, refused: 14 }),
+    (
+        "/inference/v1/generate",
+        Outcomes {
+            equal: 19,
+            different: 0,
+            declined: 0,
+            refused: 11,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        Outcomes {
+            equal: 39,
+            different: 0,
+            declined: 1,
+            refused: 10,
+        },
+    ),
+    (
+        "/v1/messages",
+        Outcomes {
+            equal: 64,
+            different: 0,
+            declined: 1,
+            refused: 7,
+        },
+    ),
+    (
+        "/v1/responses",
+        Outcomes {
+            equal: 76,
+            different: 0,
+            declined: 2,
+            refused: 14,
+        },
+    ),
 ];
 
 /// The declined cases, and why they are declined.
 const DECLINED: [(&str, &str); 4] = [
-    ("chat transfer params with tokens", "another engine forwards the prompt's tokens"),
-    ("messages result in assistant with blocks", "only the engine knows its tokens"),
+    (
+        "chat transfer params with tokens",
+        "another engine forwards the prompt's tokens",
+    ),
+    (
+        "messages result in assistant with blocks",
+        "only the engine knows its tokens",
+    ),
     ("responses conversation", "only the engine knows its tokens"),
-    ("responses previous input messages", "only the engine knows its tokens"),
+    (
+        "responses previous input messages",
+        "only the engine knows its tokens",
+    ),
 ];
 
 fn cases() -> Vec<Case> {
@@ -81,7 +122,9 @@ fn outcome(case: &Case) -> Outcome {
     };
     request.measure(MAX_MODEL_LEN);
     match QWEN.encode(&request) {
-        Ok(encoded) if encoded.exact == Exactness::Exact && encoded.prompts == [engine] => Outcome::Equal,
+        Ok(encoded) if encoded.exact == Exactness::Exact && encoded.prompts == [engine] => {
+            Outcome::Equal
+        }
         Ok(_) => Outcome::Different,
         Err(error) => Outcome::Declined(error.to_string()),
     }
@@ -91,7 +134,8 @@ fn outcome(case: &Case) -> Outcome {
 fn captured_api_requests_match_outcome_table() {
     let cases = cases();
     assert_eq!(cases.len(), 244);
-    let (mut table, mut declined, mut different) = (BTreeMap::<&str, Outcomes>::new(), Vec::new(), Vec::new());
+    let (mut table, mut declined, mut different) =
+        (BTreeMap::<&str, Outcomes>::new(), Vec::new(), Vec::new());
     for case in &cases {
         let outcomes = table.entry(&case.path).or_default();
         match outcome(case) {
@@ -109,8 +153,14 @@ fn captured_api_requests_match_outcome_table() {
     }
     assert!(different.is_empty(), "{different:#?}");
     declined.sort();
-    let expected = declined.iter().zip(DECLINED).all(|(found, known)| found.0 == known.0 && found.1.contains(known.1));
-    assert!(expected && declined.len() == DECLINED.len(), "{declined:#?}");
+    let expected = declined
+        .iter()
+        .zip(DECLINED)
+        .all(|(found, known)| found.0 == known.0 && found.1.contains(known.1));
+    assert!(
+        expected && declined.len() == DECLINED.len(),
+        "{declined:#?}"
+    );
     assert_eq!(table.into_iter().collect::<Vec<_>>(), TABLE);
 }
 
@@ -118,8 +168,14 @@ fn captured_api_requests_match_outcome_table() {
 fn captured_cache_salts_are_read() {
     let mut salted = 0;
     for case in cases().iter().filter(|case| case.status == 200) {
-        let Some(salt) = &case.render_cache_salt else { continue };
-        let request = openai::parse(Api::of_path(&case.path).unwrap(), case.request.get().as_bytes()).unwrap();
+        let Some(salt) = &case.render_cache_salt else {
+            continue;
+        };
+        let request = openai::parse(
+            Api::of_path(&case.path).unwrap(),
+            case.request.get().as_bytes(),
+        )
+        .unwrap();
         assert_eq!(request.cache_salt.as_ref(), Some(salt), "{}", case.case);
         salted += 1;
     }

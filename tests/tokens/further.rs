@@ -32,7 +32,10 @@ const OWN: [(&str, [usize; 3]); 9] = [
 const LONGEST: u64 = 16384;
 
 #[test]
-#[expect(clippy::disallowed_methods, reason = "the switch that names another folder")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the switch that names another folder"
+)]
 fn every_captured_file_of_a_folder_agrees() {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/engine");
     let other = std::env::var_os("WARMROUTE_TOKEN_CASES").map(PathBuf::from);
@@ -41,7 +44,11 @@ fn every_captured_file_of_a_folder_agrees() {
     let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
         .map(|entry| entry.unwrap().path())
-        .filter(|path| [".json", ".json.gz"].iter().any(|end| file_name(path).ends_with(end)))
+        .filter(|path| {
+            [".json", ".json.gz"]
+                .iter()
+                .any(|end| file_name(path).ends_with(end))
+        })
         .collect();
     files.sort();
     let mut report = format!("\ntokens: files of {}\n", folder.display());
@@ -54,20 +61,31 @@ fn every_captured_file_of_a_folder_agrees() {
         };
         compared += tally.equal;
         different += tally.different.len();
-        found.push((file_name(file), [tally.cases, tally.equal, tally.skipped.len()]));
+        found.push((
+            file_name(file),
+            [tally.cases, tally.equal, tally.skipped.len()],
+        ));
         report += &tally.text(file_name(file));
     }
     // Straight to the terminal: what tests print by macros is shown only when they fail.
     std::io::stderr().write_all(report.as_bytes()).unwrap();
-    assert_eq!(different, 0, "tokens differ from the engine's; the cases are named above");
+    assert_eq!(
+        different, 0,
+        "tokens differ from the engine's; the cases are named above"
+    );
     assert!(compared > 0, "nothing was compared");
     if other.is_none() {
-        assert_eq!(found, OWN, "cases, equal ones, and those that are not compared");
+        assert_eq!(
+            found, OWN,
+            "cases, equal ones, and those that are not compared"
+        );
     }
 }
 
 fn file_name(path: &Path) -> &str {
-    path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+    path.file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default()
 }
 
 /// What a file holds, plain or compressed.
@@ -77,7 +95,9 @@ pub(super) fn contents(path: &Path) -> Vec<u8> {
         return bytes;
     }
     let mut plain = Vec::new();
-    GzDecoder::new(bytes.as_slice()).read_to_end(&mut plain).unwrap();
+    GzDecoder::new(bytes.as_slice())
+        .read_to_end(&mut plain)
+        .unwrap();
     plain
 }
 
@@ -98,41 +118,68 @@ enum Outcome {
 
 impl Tally {
     fn unread(why: String) -> Self {
-        Self { skipped: vec![why], ..Self::default() }
+        Self {
+            skipped: vec![why],
+            ..Self::default()
+        }
     }
 
     fn of(file: &Path, json: &Value, models: &mut Tokenizers) -> Self {
-        let name = file_name(file).trim_end_matches(".gz").trim_end_matches(".json");
+        let name = file_name(file)
+            .trim_end_matches(".gz")
+            .trim_end_matches(".json");
         let mut tally = Self::default();
         match json {
             Value::Array(cases) => {
                 let model = name.strip_prefix("tokenization-cases-").unwrap_or(name);
                 for (at, case) in cases.iter().enumerate() {
-                    let label = case["case"].as_str().map_or_else(|| format!("case {at}"), str::to_owned);
+                    let label = case["case"]
+                        .as_str()
+                        .map_or_else(|| format!("case {at}"), str::to_owned);
                     tally.add(&label, compare(&Asked::of_case(case), models, &[model]));
                 }
             }
             Value::Object(scenario) => {
-                let steps = scenario.get("steps").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+                let steps = scenario
+                    .get("steps")
+                    .and_then(Value::as_array)
+                    .map_or(&[][..], Vec::as_slice);
                 let served = |step: &Value| step["request"]["model"].as_str().map(str::to_owned);
                 let mut names: Vec<String> = steps.iter().filter_map(served).collect();
-                names.extend(scenario.get("instance").and_then(|one| one["model"].as_str()).map(str::to_owned));
-                // Engines name their topics `kv@instance@model`.
-                let messages = scenario.get("zmq_messages").and_then(Value::as_array).into_iter().flatten();
                 names.extend(
-                    messages.filter_map(|message| Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())),
+                    scenario
+                        .get("instance")
+                        .and_then(|one| one["model"].as_str())
+                        .map(str::to_owned),
                 );
+                // Engines name their topics `kv@instance@model`.
+                let messages = scenario
+                    .get("zmq_messages")
+                    .and_then(Value::as_array)
+                    .into_iter()
+                    .flatten();
+                names.extend(messages.filter_map(|message| {
+                    Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())
+                }));
                 for (at, step) in steps.iter().enumerate() {
                     // An adapter has the tokenizer of the model it lies on.
-                    let asked: Vec<&str> =
-                        step["request"]["model"].as_str().into_iter().chain(names.iter().map(String::as_str)).collect();
-                    tally.add(&format!("step {at}"), compare(&Asked::of_step(step), models, &asked));
+                    let asked: Vec<&str> = step["request"]["model"]
+                        .as_str()
+                        .into_iter()
+                        .chain(names.iter().map(String::as_str))
+                        .collect();
+                    tally.add(
+                        &format!("step {at}"),
+                        compare(&Asked::of_step(step), models, &asked),
+                    );
                 }
                 if steps.is_empty() {
                     tally.skipped.push("no steps".to_owned());
                 }
             }
-            _ => tally.skipped.push("neither cases nor a scenario".to_owned()),
+            _ => tally
+                .skipped
+                .push("neither cases nor a scenario".to_owned()),
         }
         tally
     }
@@ -148,10 +195,20 @@ impl Tally {
 
     fn text(&self, file: &str) -> String {
         let (different, skipped) = (self.different.len(), self.skipped.len());
-        let mut text =
-            format!("{file}: {} cases, {} equal, {different} different, {skipped} skipped\n", self.cases, self.equal);
-        text.extend(self.different.iter().map(|line| format!("    DIFFERENT {line}\n")));
-        text.extend(self.skipped.iter().map(|line| format!("    skipped {line}\n")));
+        let mut text = format!(
+            "{file}: {} cases, {} equal, {different} different, {skipped} skipped\n",
+            self.cases, self.equal
+        );
+        text.extend(
+            self.different
+                .iter()
+                .map(|line| format!("    DIFFERENT {line}\n")),
+        );
+        text.extend(
+            self.skipped
+                .iter()
+                .map(|line| format!("    skipped {line}\n")),
+        );
         text
     }
 }
@@ -178,38 +235,67 @@ impl<'j> Asked<'j> {
     fn of_case(case: &'j Value) -> Self {
         let request = &case["request"];
         // What its engine used beats what it says it would, and `/tokenize` knows nothing of truncation.
-        let keys = ["chat_prompt_token_ids", "prompt_token_ids", "engine", "token_ids", "render"];
-        let answers: Vec<&Value> =
-            keys.iter().filter_map(|key| case.get(key)).filter(|value| !value.is_null()).collect();
+        let keys = [
+            "chat_prompt_token_ids",
+            "prompt_token_ids",
+            "engine",
+            "token_ids",
+            "render",
+        ];
+        let answers: Vec<&Value> = keys
+            .iter()
+            .filter_map(|key| case.get(key))
+            .filter(|value| !value.is_null())
+            .collect();
         let told = answers.iter().find_map(|answer| tokens_in(answer));
         let truncated = request["truncate_prompt_tokens"].is_number();
         let engine = match told {
-            Some(tokens) if !answers.first().is_some_and(|first| is_refusal(first)) => Engine::Tokens(tokens),
+            Some(tokens) if !answers.first().is_some_and(|first| is_refusal(first)) => {
+                Engine::Tokens(tokens)
+            }
             _ if answers.iter().any(|answer| is_refusal(answer)) => Engine::Refused,
             _ => match tokens_in(&case["tokenize"]).filter(|_| !truncated) {
                 Some(tokens) => Engine::Tokens(tokens),
                 None => Engine::Silent,
             },
         };
-        Self { api: api_of(case, request), request, engine, items: case["mm_hashes"].as_object() }
+        Self {
+            api: api_of(case, request),
+            request,
+            engine,
+            items: case["mm_hashes"].as_object(),
+        }
     }
 
     fn of_step(step: &'j Value) -> Self {
         let (request, response) = (&step["request"], &step["response"]);
-        let choices = response["choices"].as_array().map_or(&[][..], Vec::as_slice);
+        let choices = response["choices"]
+            .as_array()
+            .map_or(&[][..], Vec::as_slice);
         let prompts = request["n"].as_u64().map_or(1, |n| n.max(1)) as usize;
-        let of_choices: Option<Vec<Vec<u32>>> =
-            choices.iter().step_by(prompts).map(|choice| tokens_in(&choice["prompt_token_ids"])?.pop()).collect();
-        let told = tokens_in(&response["prompt_token_ids"]).or_else(|| tokens_in(&response["token_ids"]));
+        let of_choices: Option<Vec<Vec<u32>>> = choices
+            .iter()
+            .step_by(prompts)
+            .map(|choice| tokens_in(&choice["prompt_token_ids"])?.pop())
+            .collect();
+        let told =
+            tokens_in(&response["prompt_token_ids"]).or_else(|| tokens_in(&response["token_ids"]));
         let told = told.or(of_choices.filter(|lists| !lists.is_empty()));
-        let count = response["usage"]["prompt_tokens"].as_u64().or_else(|| response["usage"]["input_tokens"].as_u64());
+        let count = response["usage"]["prompt_tokens"]
+            .as_u64()
+            .or_else(|| response["usage"]["input_tokens"].as_u64());
         let engine = match (told, count) {
             _ if is_refusal(response) => Engine::Refused,
             (Some(tokens), _) => Engine::Tokens(tokens),
             (None, Some(count)) => Engine::Count(count as usize),
             (None, None) => Engine::Silent,
         };
-        Self { api: api_of(step, request), request, engine, items: None }
+        Self {
+            api: api_of(step, request),
+            request,
+            engine,
+            items: None,
+        }
     }
 }
 
@@ -231,29 +317,40 @@ fn is_refusal(answer: &Value) -> bool {
 
 /// Token lists in any of the shapes that answers have.
 fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
-    let ids = |list: &[Value]| -> Option<Vec<u32>> { list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect() };
+    let ids = |list: &[Value]| -> Option<Vec<u32>> {
+        list.iter()
+            .map(|id| u32::try_from(id.as_u64()?).ok())
+            .collect()
+    };
     match value {
         Value::Array(list) if list.first().is_some_and(Value::is_array) => {
             list.iter().map(|entry| ids(entry.as_array()?)).collect()
         }
-        Value::Array(list) if list.first().is_some_and(Value::is_object) => {
-            list.iter().map(|entry| tokens_in(&entry["token_ids"])?.pop()).collect()
-        }
+        Value::Array(list) if list.first().is_some_and(Value::is_object) => list
+            .iter()
+            .map(|entry| tokens_in(&entry["token_ids"])?.pop())
+            .collect(),
         Value::Array(list) => Some(vec![ids(list)?]),
-        Value::Object(map) => {
-            ["token_ids", "prompt_token_ids", "tokens"].iter().find_map(|key| tokens_in(map.get(*key)?))
-        }
+        Value::Object(map) => ["token_ids", "prompt_token_ids", "tokens"]
+            .iter()
+            .find_map(|key| tokens_in(map.get(*key)?)),
         _ => None,
     }
 }
 
 fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcome {
     let skipped = |why: String| Outcome::Skipped(why);
-    let Some(api) = asked.api else { return skipped("not a request for a prompt".to_owned()) };
+    let Some(api) = asked.api else {
+        return skipped("not a request for a prompt".to_owned());
+    };
     let body = serde_json::to_vec(asked.request).unwrap();
     let mut request = match openai::parse(api, &body) {
-        _ if matches!(asked.engine, Engine::Refused) => return skipped("the engine refused it".to_owned()),
-        _ if matches!(asked.engine, Engine::Silent) => return skipped("the engine told no tokens".to_owned()),
+        _ if matches!(asked.engine, Engine::Refused) => {
+            return skipped("the engine refused it".to_owned());
+        }
+        _ if matches!(asked.engine, Engine::Silent) => {
+            return skipped("the engine told no tokens".to_owned());
+        }
         Ok(request) => request,
         Err(error) => return skipped(format!("not read: {error}")),
     };
@@ -266,7 +363,8 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
             if models.remembers_another(chat) {
                 return skipped("the engine remembers another item of this uuid".to_owned());
             }
-            return match encoder.illustrate(&request, None, &TokenBudget::UNLIMITED, &Root::Unsaid) {
+            return match encoder.illustrate(&request, None, &TokenBudget::UNLIMITED, &Root::Unsaid)
+            {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };
@@ -287,7 +385,9 @@ fn against(ours: &[Vec<u32>], engine: &Engine) -> Outcome {
             ours if ours == *count => Outcome::Equal,
             ours => Outcome::Different(format!("{ours} tokens, the engine counted {count}")),
         },
-        Engine::Refused | Engine::Silent => Outcome::Skipped("the engine told no tokens".to_owned()),
+        Engine::Refused | Engine::Silent => {
+            Outcome::Skipped("the engine told no tokens".to_owned())
+        }
     }
 }
 
@@ -298,19 +398,27 @@ fn against_illustrated(ours: &Illustrated, asked: &Asked<'_>, named: bool) -> Ou
     if let (true, Some(items)) = (named, asked.items) {
         let mut theirs = items.clone();
         for item in &ours.items {
-            let ids = theirs.get_mut(item.modality.as_str()).and_then(Value::as_array_mut);
+            let ids = theirs
+                .get_mut(item.modality.as_str())
+                .and_then(Value::as_array_mut);
             match ids.filter(|ids| !ids.is_empty()).map(|ids| ids.remove(0)) {
                 Some(id) if id == item.id.as_str() => {}
-                other => return Outcome::Different(format!("an item is named {}, by the engine {other:?}", item.id)),
+                other => {
+                    return Outcome::Different(format!(
+                        "an item is named {}, by the engine {other:?}",
+                        item.id
+                    ));
+                }
             }
         }
     }
     match engine {
         _ if ours.whole => against(&[ours.tokens.to_vec()], engine),
         Engine::Tokens(lists) => match lists.as_slice() {
-            [engine] if engine.starts_with(&ours.tokens) => {
-                Outcome::Skipped(format!("partial: the first {known} of {} tokens are known, and equal", engine.len()))
-            }
+            [engine] if engine.starts_with(&ours.tokens) => Outcome::Skipped(format!(
+                "partial: the first {known} of {} tokens are known, and equal",
+                engine.len()
+            )),
             _ => Outcome::Different(difference(&[ours.tokens.to_vec()], lists)),
         },
         _ => Outcome::Skipped(format!("partial: the first {known} tokens are known")),
@@ -321,8 +429,17 @@ fn difference(ours: &[Vec<u32>], engine: &[Vec<u32>]) -> String {
     if ours.len() != engine.len() {
         return format!("{} prompts, the engine had {}", ours.len(), engine.len());
     }
-    let (at, (ours, engine)) = ours.iter().zip(engine).enumerate().find(|(_, (ours, engine))| ours != engine).unwrap();
-    let same = ours.iter().zip(engine).take_while(|(ours, engine)| ours == engine).count();
+    let (at, (ours, engine)) = ours
+        .iter()
+        .zip(engine)
+        .enumerate()
+        .find(|(_, (ours, engine))| ours != engine)
+        .unwrap();
+    let same = ours
+        .iter()
+        .zip(engine)
+        .take_while(|(ours, engine)| ours == engine)
+        .count();
     let near = |ids: &[u32]| format!("{:?}", &ids[same.min(ids.len())..(same + 6).min(ids.len())]);
     format!(
         "prompt {at}: {} tokens, the engine has {}; from token {same} on {} and not {}",
@@ -365,7 +482,11 @@ impl Tokenizers {
             for entry in list {
                 let tokenizer_config = entry.config.map(|config| folder.join(config));
                 let chat_template = entry.chat_template.map(|template| folder.join(template));
-                let config = Config { tokenizer: folder.join(entry.tokenizer), tokenizer_config, chat_template };
+                let config = Config {
+                    tokenizer: folder.join(entry.tokenizer),
+                    tokenizer_config,
+                    chat_template,
+                };
                 let media = entry.media.map(|mut media| {
                     media.resolve(folder);
                     media
@@ -373,23 +494,55 @@ impl Tokenizers {
                 entries.insert(entry.name, (config, media));
             }
         }
-        Self { entries, loaded: BTreeMap::new(), named: BTreeMap::new() }
+        Self {
+            entries,
+            loaded: BTreeMap::new(),
+            named: BTreeMap::new(),
+        }
     }
 
     /// The tokenizer of the first of these names that has one, or why there is none.
     fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
-        let listed = names.iter().find(|name| self.entries.contains_key(**name)).map(|name| (*name).to_owned());
+        let listed = names
+            .iter()
+            .find(|name| self.entries.contains_key(**name))
+            .map(|name| (*name).to_owned());
         // Where there is only one, it must be this.
-        let only = || self.entries.keys().next().filter(|_| self.entries.len() == 1).cloned();
-        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned)).or_else(only);
-        let name =
-            name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
+        let only = || {
+            self.entries
+                .keys()
+                .next()
+                .filter(|_| self.entries.len() == 1)
+                .cloned()
+        };
+        let name = listed
+            .or_else(|| {
+                names
+                    .iter()
+                    .find_map(|name| bundled(name))
+                    .map(str::to_owned)
+            })
+            .or_else(only);
+        let name = name.ok_or_else(|| {
+            format!(
+                "no tokenizer for {}",
+                names.first().unwrap_or(&"a model without a name")
+            )
+        })?;
         if let Some(known) = self.loaded.get(&name) {
             return known.clone();
         }
-        let (config, media) = self.entries.get(&name).cloned().unwrap_or_else(|| bundled_files(&name));
+        let (config, media) = self
+            .entries
+            .get(&name)
+            .cloned()
+            .unwrap_or_else(|| bundled_files(&name));
         let media = media.or_else(|| media_beside(&config));
-        let traits = Traits { name: name.clone(), media, ..Traits::default() };
+        let traits = Traits {
+            name: name.clone(),
+            media,
+            ..Traits::default()
+        };
         let loaded = Encoder::load_as(&config, &traits).map(Arc::new);
         let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
         self.loaded.insert(name, loaded.clone());
@@ -401,7 +554,11 @@ impl Tokenizers {
         let mut another = false;
         for media in chat.media() {
             let Some(name) = &media.uuid else { continue };
-            another |= self.named.entry(name.clone()).or_insert_with(|| media.source.clone()) != &media.source;
+            another |= self
+                .named
+                .entry(name.clone())
+                .or_insert_with(|| media.source.clone())
+                != &media.source;
         }
         another
     }
@@ -409,7 +566,9 @@ impl Tokenizers {
     /// Whether it is known what the engine was started with, and so how it names images.
     fn names_media(&self, names: &[&str]) -> bool {
         let entry = names.iter().find_map(|name| self.entries.get(*name));
-        entry.and_then(|(_, media)| media.as_ref()).is_some_and(|media| media.model.is_some())
+        entry
+            .and_then(|(_, media)| media.as_ref())
+            .is_some_and(|media| media.model.is_some())
     }
 
     fn any(&mut self) -> Arc<Encoder> {
@@ -419,30 +578,54 @@ impl Tokenizers {
 
 /// The tokenizer among ours that a model of this name most likely has.
 fn bundled(name: &str) -> Option<&'static str> {
-    let plain: String = name.to_lowercase().chars().filter(char::is_ascii_alphanumeric).collect();
-    [("qwen2vl", "bundled qwen2-vl"), ("qwen", "bundled qwen2.5"), ("tinyllama", "bundled tinyllama")]
-        .into_iter()
-        .find_map(|(part, files)| plain.contains(part).then_some(files))
+    let plain: String = name
+        .to_lowercase()
+        .chars()
+        .filter(char::is_ascii_alphanumeric)
+        .collect();
+    [
+        ("qwen2vl", "bundled qwen2-vl"),
+        ("qwen", "bundled qwen2.5"),
+        ("tinyllama", "bundled tinyllama"),
+    ]
+    .into_iter()
+    .find_map(|(part, files)| plain.contains(part).then_some(files))
 }
 
 fn bundled_files(name: &str) -> (Config, Option<MediaConfig>) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let tokenizer = |model: &str| root.join("examples/models").join(model).join("tokenizer.json.gz");
+    let tokenizer = |model: &str| {
+        root.join("examples/models")
+            .join(model)
+            .join("tokenizer.json.gz")
+    };
     let of_vision = root.join("tests/data/tokens/qwen2-vl/tokenizer_config.json");
     let (tokenizer, tokenizer_config) = match name {
         "bundled qwen2-vl" => (tokenizer("qwen2.5"), Some(of_vision)),
         "bundled qwen2.5" => (tokenizer("qwen2.5"), None),
         _ => (tokenizer("tinyllama"), None),
     };
-    (Config { tokenizer, tokenizer_config, chat_template: None }, None)
+    (
+        Config {
+            tokenizer,
+            tokenizer_config,
+            chat_template: None,
+        },
+        None,
+    )
 }
 
 /// How images are counted, where the model's own file says so.
 fn media_beside(config: &Config) -> Option<MediaConfig> {
-    let preprocessor =
-        config.tokenizer_config.as_ref().unwrap_or(&config.tokenizer).with_file_name("preprocessor_config.json");
+    let preprocessor = config
+        .tokenizer_config
+        .as_ref()
+        .unwrap_or(&config.tokenizer)
+        .with_file_name("preprocessor_config.json");
     let json: Value = serde_json::from_slice(&std::fs::read(&preprocessor).ok()?).unwrap();
-    let counts = json["image_processor_type"].as_str().is_some_and(|kind| kind.starts_with("Qwen2VLImageProcessor"));
+    let counts = json["image_processor_type"]
+        .as_str()
+        .is_some_and(|kind| kind.starts_with("Qwen2VLImageProcessor"));
     let image = ItemRule {
         token: "<|image_pad|>".to_owned(),
         placeholder: Some("<|vision_start|><|image_pad|><|vision_end|>".to_owned()),
@@ -454,5 +637,8 @@ fn media_beside(config: &Config) -> Option<MediaConfig> {
         min_pixels: None,
         max_pixels: None,
     };
-    counts.then(|| MediaConfig { image: Some(image), ..MediaConfig::default() })
+    counts.then(|| MediaConfig {
+        image: Some(image),
+        ..MediaConfig::default()
+    })
 }

@@ -7,7 +7,9 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::models::unigram::{Unigram, UnigramTrainer};
 use tokenizers::models::wordpiece::{WordPiece, WordPieceTrainer};
-use tokenizers::normalizers::{BertNormalizer, Lowercase, NFC, NFKC, Prepend, Replace, Sequence as Normalizers, Strip};
+use tokenizers::normalizers::{
+    BertNormalizer, Lowercase, NFC, NFKC, Prepend, Replace, Sequence as Normalizers, Strip,
+};
 use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
@@ -16,19 +18,28 @@ use tokenizers::processors::sequence::Sequence;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, Tokenizer};
 
-const PAGES: [&str; 2] = [include_str!("../../README.md"), include_str!("../../ARCHITECTURE.md")];
+const PAGES: [&str; 2] = [
+    include_str!("../../README.md"),
+    include_str!("../../ARCHITECTURE.md"),
+];
 
 /// The contents of a tokenizer's added tokens.
 pub(super) fn added_tokens(file: &Path) -> Vec<String> {
     let bytes = std::fs::read(file).unwrap();
     let mut plain = Vec::new();
     match bytes.starts_with(&[0x1f, 0x8b]) {
-        true => drop(std::io::Read::read_to_end(&mut flate2::read::GzDecoder::new(&*bytes), &mut plain).unwrap()),
+        true => drop(
+            std::io::Read::read_to_end(&mut flate2::read::GzDecoder::new(&*bytes), &mut plain)
+                .unwrap(),
+        ),
         false => plain = bytes,
     }
     let tokenizer: serde_json::Value = serde_json::from_slice(&plain).unwrap();
     let added = tokenizer["added_tokens"].as_array().unwrap();
-    let mut contents: Vec<_> = added.iter().map(|token| token["content"].as_str().unwrap().to_owned()).collect();
+    let mut contents: Vec<_> = added
+        .iter()
+        .map(|token| token["content"].as_str().unwrap().to_owned())
+        .collect();
     // Some have hundreds of reserved ones.
     contents.truncate(48);
     contents
@@ -36,7 +47,12 @@ pub(super) fn added_tokens(file: &Path) -> Vec<String> {
 
 /// All of them, by name.
 pub(super) fn all() -> [(&'static str, Tokenizer); 4] {
-    [("byte-level", byte_level()), ("unigram", unigram()), ("prepended", prepended()), ("word pieces", word_pieces())]
+    [
+        ("byte-level", byte_level()),
+        ("unigram", unigram()),
+        ("prepended", prepended()),
+        ("word pieces", word_pieces()),
+    ]
 }
 
 fn lines() -> impl Iterator<Item = &'static str> + Send {
@@ -80,7 +96,12 @@ fn awkward() -> Vec<AddedToken> {
 
 fn template(single: &str, tokenizer: &Tokenizer) -> TemplateProcessing {
     let ids = ["<s>", "</s>"].map(|token| (token, tokenizer.token_to_id(token).unwrap()));
-    TemplateProcessing::builder().try_single(single).unwrap().special_tokens(ids.to_vec()).build().unwrap()
+    TemplateProcessing::builder()
+        .try_single(single)
+        .unwrap()
+        .special_tokens(ids.to_vec())
+        .build()
+        .unwrap()
 }
 
 /// A space before every piece, and two post-processors.
@@ -89,8 +110,14 @@ fn byte_level() -> Tokenizer {
     tokenizer.with_normalizer(Some(NFC)).unwrap();
     tokenizer.with_pre_tokenizer(Some(ByteLevel::new(true, true, true)));
     let alphabet = ByteLevel::alphabet().into_iter().collect();
-    let trainer = BpeTrainer::builder().show_progress(false).vocab_size(900).initial_alphabet(alphabet).build();
-    tokenizer.train(&mut TrainerWrapper::from(trainer), lines()).unwrap();
+    let trainer = BpeTrainer::builder()
+        .show_progress(false)
+        .vocab_size(900)
+        .initial_alphabet(alphabet)
+        .build();
+    tokenizer
+        .train(&mut TrainerWrapper::from(trainer), lines())
+        .unwrap();
     tokenizer.add_tokens(awkward()).unwrap();
     let processors = [
         PostProcessorWrapper::ByteLevel(ByteLevel::default()),
@@ -103,8 +130,18 @@ fn byte_level() -> Tokenizer {
 /// A space before the first piece alone, and a normalizer that joins spaces.
 fn unigram() -> Tokenizer {
     let mut tokenizer = Tokenizer::new(Unigram::default());
-    let spaces = Replace::new(tokenizers::normalizers::replace::ReplacePattern::Regex(" {2,}".into()), " ").unwrap();
-    tokenizer.with_normalizer(Some(Normalizers::new(vec![NFKC.into(), spaces.into(), Lowercase.into()]))).unwrap();
+    let spaces = Replace::new(
+        tokenizers::normalizers::replace::ReplacePattern::Regex(" {2,}".into()),
+        " ",
+    )
+    .unwrap();
+    tokenizer
+        .with_normalizer(Some(Normalizers::new(vec![
+            NFKC.into(),
+            spaces.into(),
+            Lowercase.into(),
+        ])))
+        .unwrap();
     tokenizer.with_pre_tokenizer(Some(Metaspace::new('\u{2581}', PrependScheme::First, true)));
     let trainer = UnigramTrainer::builder()
         .show_progress(false)
@@ -113,7 +150,9 @@ fn unigram() -> Tokenizer {
         .special_tokens(vec![special("<unk>")])
         .build()
         .unwrap();
-    tokenizer.train(&mut TrainerWrapper::from(trainer), lines()).unwrap();
+    tokenizer
+        .train(&mut TrainerWrapper::from(trainer), lines())
+        .unwrap();
     tokenizer.add_tokens(awkward()).unwrap();
     let frame = template("$A </s>", &tokenizer);
     tokenizer.with_post_processor(Some(frame));
@@ -125,22 +164,44 @@ fn prepended() -> Tokenizer {
     let mut tokenizer = Tokenizer::new(BPE::default());
     let replace = Replace::new(" ", "\u{2581}").unwrap();
     let prepend = Prepend::new("\u{2581}".into());
-    let normalizers = vec![Strip::new(true, false).into(), prepend.into(), replace.into()];
-    tokenizer.with_normalizer(Some(Normalizers::new(normalizers))).unwrap();
-    let trainer = BpeTrainer::builder().show_progress(false).vocab_size(600).max_token_length(Some(8)).build();
-    tokenizer.train(&mut TrainerWrapper::from(trainer), lines().flat_map(str::split_whitespace)).unwrap();
+    let normalizers = vec![
+        Strip::new(true, false).into(),
+        prepend.into(),
+        replace.into(),
+    ];
+    tokenizer
+        .with_normalizer(Some(Normalizers::new(normalizers)))
+        .unwrap();
+    let trainer = BpeTrainer::builder()
+        .show_progress(false)
+        .vocab_size(600)
+        .max_token_length(Some(8))
+        .build();
+    tokenizer
+        .train(
+            &mut TrainerWrapper::from(trainer),
+            lines().flat_map(str::split_whitespace),
+        )
+        .unwrap();
     tokenizer.add_tokens(awkward()).unwrap();
     tokenizer
 }
 
 fn word_pieces() -> Tokenizer {
     let mut tokenizer = Tokenizer::new(WordPiece::default());
-    tokenizer.with_normalizer(Some(BertNormalizer::default())).unwrap();
+    tokenizer
+        .with_normalizer(Some(BertNormalizer::default()))
+        .unwrap();
     tokenizer.with_pre_tokenizer(Some(BertPreTokenizer));
     let special_tokens = vec![special("[UNK]")];
-    let trainer =
-        WordPieceTrainer::builder().show_progress(false).vocab_size(800).special_tokens(special_tokens).build();
-    tokenizer.train(&mut TrainerWrapper::from(trainer), lines()).unwrap();
+    let trainer = WordPieceTrainer::builder()
+        .show_progress(false)
+        .vocab_size(800)
+        .special_tokens(special_tokens)
+        .build();
+    tokenizer
+        .train(&mut TrainerWrapper::from(trainer), lines())
+        .unwrap();
     tokenizer.add_tokens(awkward()).unwrap();
     let frame = template("<s> $A", &tokenizer);
     tokenizer.with_post_processor(Some(frame));

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use dynamo_kv_router::approx::PruneConfig;
 use dynamo_kv_router::indexer::{
-    ApproximateLruBlock, ApproximateLruLease, ApproximateRetentionConfig, KvIndexerInterface, ThreadPoolIndexer,
+    ApproximateLruBlock, ApproximateLruLease, ApproximateRetentionConfig, KvIndexerInterface,
+    ThreadPoolIndexer,
 };
 use dynamo_kv_router::protocols::{LocalBlockHash, WorkerWithDpRank};
 use dynamo_kv_router::scheduling::AttemptId;
@@ -51,20 +52,32 @@ enum Keep {
 
 const CASES: [Case; 3] = [
     Case {
-        time: ("approximate mode, TTL, 64 ranks: query + record", "µs CPU", TIME),
+        time: (
+            "approximate mode, TTL, 64 ranks: query + record",
+            "µs CPU",
+            TIME,
+        ),
         heap: ("approximate mode, TTL, heap per pair", "B", HEAP),
         keep: Keep::Ttl,
         ranks: 64,
     },
     Case {
-        time: ("approximate mode, LRU, 64 ranks: query + record + end", "µs CPU", TIME),
+        time: (
+            "approximate mode, LRU, 64 ranks: query + record + end",
+            "µs CPU",
+            TIME,
+        ),
         heap: ("approximate mode, LRU, heap per pair", "B", HEAP),
         keep: Keep::Lru { capacity: ANY },
         ranks: 64,
     },
     Case {
         time: ("approximate mode, LRU that evicts, 8 ranks", "µs CPU", TIME),
-        heap: ("approximate mode, LRU that evicts, heap per pair", "B", HEAP),
+        heap: (
+            "approximate mode, LRU that evicts, heap per pair",
+            "B",
+            HEAP,
+        ),
         keep: Keep::Lru { capacity: CAPACITY },
         ranks: 8,
     },
@@ -72,13 +85,19 @@ const CASES: [Case; 3] = [
 
 /// The rows of this file.
 pub fn run(bench: &Bench, table: &mut Table) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime starts");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .expect("a runtime starts");
     for case in &CASES {
         if !bench.args.wants_any(&[case.time.0, case.heap.0]) {
             continue;
         }
         let ranks = workload::places(&bench.requests, case.ranks);
-        let replay = Replay { requests: &bench.requests, ranks: &ranks };
+        let replay = Replay {
+            requests: &bench.requests,
+            ranks: &ranks,
+        };
         if bench.args.wants(case.time.0) {
             time(bench, table, case, &runtime, &replay);
         }
@@ -110,7 +129,10 @@ struct Replay<'a> {
 
 impl Replay<'_> {
     fn run(&self, mut serve: impl FnMut(&Request, u32)) {
-        self.requests.iter().zip(self.ranks).for_each(|(request, rank)| serve(request, *rank));
+        self.requests
+            .iter()
+            .zip(self.ranks)
+            .for_each(|(request, rank)| serve(request, *rank));
     }
 }
 
@@ -120,9 +142,16 @@ fn time(bench: &Bench, table: &mut Table, case: &Case, runtime: &Runtime, replay
     for _ in 0..bench.args.rounds().min(3) {
         let mut peer = Peer::new(case, runtime);
         // In its own types before the clock runs: that we have others is not its fault.
-        let asked: Vec<Asked> = bench.requests.iter().map(|request| Asked::new(request, case.keep)).collect();
+        let asked: Vec<Asked> = bench
+            .requests
+            .iter()
+            .map(|request| Asked::new(request, case.keep))
+            .collect();
         let start = process_cpu();
-        asked.into_iter().zip(replay.ranks).for_each(|(asked, rank)| _ = peer.serve(asked, *rank));
+        asked
+            .into_iter()
+            .zip(replay.ranks)
+            .for_each(|(asked, rank)| _ = peer.serve(asked, *rank));
         peer.finish();
         rounds[0].push((process_cpu() - start) / per_request);
         drop(peer);
@@ -146,13 +175,20 @@ fn compare(case: &Case, runtime: &Runtime, replay: &Replay<'_>) {
         let theirs = peer.serve(Asked::new(request, case.keep), rank);
         ours.serve(request, rank);
         if !evicts {
-            assert_equal(&format!("{}, request {number}", case.time.0), &theirs, &ours.found);
+            assert_equal(
+                &format!("{}, request {number}", case.time.0),
+                &theirs,
+                &ours.found,
+            );
         }
         number += 1;
     });
     let (theirs, mine) = (peer.finish(), ours.finish());
     if evicts {
-        assert!((theirs - mine).abs() < 0.01 * theirs, "the peer holds {theirs} blocks, we {mine}");
+        assert!(
+            (theirs - mine).abs() < 0.01 * theirs,
+            "the peer holds {theirs} blocks, we {mine}"
+        );
     } else if let Keep::Lru { .. } = case.keep {
         assert_eq!(theirs, mine, "blocks that are held");
     }
@@ -174,7 +210,10 @@ impl Asked {
     fn new(request: &Request, keep: Keep) -> Self {
         let locals = peer_prompt(&request.prompt);
         let sequences = request.prompt.sequences().iter().map(|sequence| sequence.0);
-        let block = |(&local_hash, sequence_hash)| ApproximateLruBlock { local_hash, sequence_hash };
+        let block = |(&local_hash, sequence_hash)| ApproximateLruBlock {
+            local_hash,
+            sequence_hash,
+        };
         let record = match keep {
             Keep::Ttl => Recorded::Sequences(sequences.collect()),
             Keep::Lru { .. } => Recorded::Blocks(locals.iter().zip(sequences).map(block).collect()),
@@ -207,11 +246,21 @@ impl<'a> Peer<'a> {
         );
         if let Keep::Lru { capacity } = case.keep {
             for rank in 0..u64::from(case.ranks) {
-                let set = indexer.set_approximate_lru_capacity(WorkerWithDpRank::new(rank, 0), 1, Some(capacity));
+                let set = indexer.set_approximate_lru_capacity(
+                    WorkerWithDpRank::new(rank, 0),
+                    1,
+                    Some(capacity),
+                );
                 runtime.block_on(set).expect("a capacity can be set");
             }
         }
-        Self { indexer, runtime, live: VecDeque::new(), keep: case.keep, attempts: 0 }
+        Self {
+            indexer,
+            runtime,
+            live: VecDeque::new(),
+            keep: case.keep,
+            attempts: 0,
+        }
     }
 
     fn serve(&mut self, asked: Asked, rank: u32) -> OverlapScores {
@@ -219,7 +268,11 @@ impl<'a> Peer<'a> {
         let found = self.indexer.backend().find_matches(&asked.locals, false);
         match asked.record {
             Recorded::Sequences(sequences) => {
-                let record = self.indexer.process_routing_decision_hash_slices(worker, &asked.locals, &sequences);
+                let record = self.indexer.process_routing_decision_hash_slices(
+                    worker,
+                    &asked.locals,
+                    &sequences,
+                );
                 self.runtime.block_on(record).expect("it records");
             }
             Recorded::Blocks(blocks) => self.lease(worker, blocks),
@@ -230,11 +283,19 @@ impl<'a> Peer<'a> {
     fn lease(&mut self, worker: WorkerWithDpRank, blocks: Vec<ApproximateLruBlock>) {
         self.attempts += 1;
         let attempt = AttemptId::for_benchmark(self.attempts);
-        let lease = self.indexer.begin_approximate_lru_request(worker, 1, attempt).expect("it keeps leases");
-        self.runtime.block_on(lease.acquire(blocks, 0)).expect("it records");
+        let lease = self
+            .indexer
+            .begin_approximate_lru_request(worker, 1, attempt)
+            .expect("it keeps leases");
+        self.runtime
+            .block_on(lease.acquire(blocks, 0))
+            .expect("it records");
         self.live.push_back(lease);
         if self.live.len() > LIVE {
-            self.live.pop_front().into_iter().for_each(|lease| lease.release_now());
+            self.live
+                .pop_front()
+                .into_iter()
+                .for_each(|lease| lease.release_now());
         }
     }
 
@@ -262,26 +323,45 @@ struct Ours {
 }
 
 fn name(rank: u32) -> WorkerRank {
-    WorkerRank { worker: WorkerId(u64::from(rank)), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(u64::from(rank)),
+        rank: DpRank(0),
+    }
 }
 
 impl Ours {
     fn new(case: &Case) -> Self {
-        let ttl = Ttl { ttl: NEVER, most_blocks_per_rank: u64::MAX };
+        let ttl = Ttl {
+            ttl: NEVER,
+            most_blocks_per_rank: u64::MAX,
+        };
         let (policy, capacity) = match case.keep {
             Keep::Ttl => (Policy::Ttl(ttl), None),
-            Keep::Lru { capacity } => (Policy::Lru { default_blocks: None, fallback: ttl }, Some(capacity as u64)),
+            Keep::Lru { capacity } => (
+                Policy::Lru {
+                    default_blocks: None,
+                    fallback: ttl,
+                },
+                Some(capacity as u64),
+            ),
         };
         let predictor = Predictor::new(policy, Instant::now);
         for rank in 0..case.ranks {
             predictor.open(Slot(rank), name(rank), capacity);
         }
-        Self { predictor, live: VecDeque::new(), found: Overlaps::new() }
+        Self {
+            predictor,
+            live: VecDeque::new(),
+            found: Overlaps::new(),
+        }
     }
 
     fn serve(&mut self, request: &Request, rank: u32) {
         self.predictor.overlaps(&request.prompt, &mut self.found);
-        self.live.push_back(self.predictor.record(Slot(rank), name(rank), &request.prompt));
+        self.live.push_back(
+            self.predictor
+                .record(Slot(rank), name(rank), &request.prompt),
+        );
         if self.live.len() > LIVE {
             drop(self.live.pop_front());
         }

@@ -30,7 +30,11 @@ use crate::{Bench, memory};
 const GOAL: Option<f64> = Some(0.1);
 
 const ROWS: [(u64, Goal, Goal); 4] = [
-    (8, ("choose + book + release, 8 ranks", "µs CPU", GOAL), ("choose + book + release, 8 ranks, wall", "µs", None)),
+    (
+        8,
+        ("choose + book + release, 8 ranks", "µs CPU", GOAL),
+        ("choose + book + release, 8 ranks, wall", "µs", None),
+    ),
     (
         64,
         ("choose + book + release, 64 ranks", "µs CPU", GOAL),
@@ -50,10 +54,38 @@ const ROWS: [(u64, Goal, Goal); 4] = [
 
 /// Prompts, in tokens, whose decisions are counted in calls of the allocator.
 const COUNTED: [(u32, Goal); 4] = [
-    (256, ("allocations of a warm decision, 256 tokens, 64 ranks", "calls", None)),
-    (4_096, ("allocations of a warm decision, 4k tokens, 64 ranks", "calls", None)),
-    (32_768, ("allocations of a warm decision, 32k tokens, 64 ranks", "calls", None)),
-    (131_072, ("allocations of a warm decision, 128k tokens, 64 ranks", "calls", None)),
+    (
+        256,
+        (
+            "allocations of a warm decision, 256 tokens, 64 ranks",
+            "calls",
+            None,
+        ),
+    ),
+    (
+        4_096,
+        (
+            "allocations of a warm decision, 4k tokens, 64 ranks",
+            "calls",
+            None,
+        ),
+    ),
+    (
+        32_768,
+        (
+            "allocations of a warm decision, 32k tokens, 64 ranks",
+            "calls",
+            None,
+        ),
+    ),
+    (
+        131_072,
+        (
+            "allocations of a warm decision, 128k tokens, 64 ranks",
+            "calls",
+            None,
+        ),
+    ),
 ];
 
 const TIMES: u32 = 500;
@@ -66,7 +98,10 @@ pub fn run(bench: &Bench, table: &mut Table) {
     for (ranks, cpu, wall) in ROWS {
         if bench.args.wants_any(&[cpu.0, wall.0]) {
             if !has_files(ranks) {
-                eprintln!("{}: left out, because the peer opens more files than are allowed", cpu.0);
+                eprintln!(
+                    "{}: left out, because the peer opens more files than are allowed",
+                    cpu.0
+                );
                 continue;
             }
             duel(bench, table, (cpu, wall), ranks);
@@ -84,7 +119,13 @@ fn has_files(ranks: u64) -> bool {
     let needed = ranks * 16 + 4_096;
     let allowed = || getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     if allowed() < needed {
-        _ = setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum: Some(needed) });
+        _ = setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: Some(needed),
+                maximum: Some(needed),
+            },
+        );
     }
     allowed() >= needed
 }
@@ -130,15 +171,29 @@ fn count(table: &mut Table, row: Goal, tokens: u32) {
     ours.route(request.clone());
     let theirs = memory::asked(|| peer.decide(&tokens));
     let mine = memory::asked(|| ours.route(request));
-    eprintln!("    of {} bytes by the peer (which hashes as well), of {} by us", theirs.bytes, mine.bytes);
+    eprintln!(
+        "    of {} bytes by the peer (which hashes as well), of {} by us",
+        theirs.bytes, mine.bytes
+    );
     table.enter(row, &[theirs.calls as f64], &[mine.calls as f64]);
 }
 
 /// The event by which the warm rank tells of the prompt.
 fn stored(tokens: &[u32], rank: u32) -> Event {
     let hashes = BlockHashes::of(tokens, BLOCK, &Salt::default());
-    let blocks = hashes.locals().iter().copied().zip(hashes.sequences().iter().copied()).collect();
-    Event { rank, change: Change::Stored { parent: None, blocks } }
+    let blocks = hashes
+        .locals()
+        .iter()
+        .copied()
+        .zip(hashes.sequences().iter().copied())
+        .collect();
+    Event {
+        rank,
+        change: Change::Stored {
+            parent: None,
+            blocks,
+        },
+    }
 }
 
 struct Peer {
@@ -149,15 +204,26 @@ struct Peer {
 
 impl Peer {
     fn new(ranks: u64, tokens: &[u32]) -> Self {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
-        let config = KvRouterConfig { use_kv_events: true, router_queue_threshold: None, ..Default::default() };
-        let policy = |config: &KvRouterConfig, label| WorkerSelectionPolicy::reference(config.clone(), label);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime starts");
+        let config = KvRouterConfig {
+            use_kv_events: true,
+            router_queue_threshold: None,
+            ..Default::default()
+        };
+        let policy = |config: &KvRouterConfig, label| {
+            WorkerSelectionPolicy::reference(config.clone(), label)
+        };
         let core = SelectionCore::try_new_local(
             config,
             1,
             CancellationToken::new(),
             SelectionCacheConfig::default(),
-            std::sync::Arc::new(move |config, role, _| policy(config, role.default_selector_label())),
+            std::sync::Arc::new(move |config, role, _| {
+                policy(config, role.default_selector_label())
+            }),
         )
         .expect("its core starts");
         runtime.block_on(async {
@@ -173,15 +239,26 @@ impl Peer {
                 core.upsert_worker(worker).await.expect("it takes workers");
             }
             let partition = RoutingPartitionId::new("default", "default");
-            let indexer = core.partition(&partition).expect("it has workers").indexer().clone();
+            let indexer = core
+                .partition(&partition)
+                .expect("it has workers")
+                .indexer()
+                .clone();
             for event in peer_events(&[stored(tokens, WARM)]) {
-                indexer.apply_event_routed(event).await.expect("it takes events");
+                indexer
+                    .apply_event_routed(event)
+                    .await
+                    .expect("it takes events");
             }
             if let Indexer::Single { primary, .. } = &indexer {
                 primary.flush().await;
             }
         });
-        Self { core, runtime, decisions: 0 }
+        Self {
+            core,
+            runtime,
+            decisions: 0,
+        }
     }
 
     fn decide(&mut self, tokens: &[u32]) {
@@ -191,7 +268,10 @@ impl Peer {
             model_name: "default".to_string(),
             routing_group: "default".to_string(),
             selection_id: Some(id.clone()),
-            prompt: PromptRequest { token_ids: Some(tokens.to_vec()), ..PromptRequest::default() },
+            prompt: PromptRequest {
+                token_ids: Some(tokens.to_vec()),
+                ..PromptRequest::default()
+            },
             router_config_override: None,
             expected_output_tokens: None,
             priority_jump: None,
@@ -204,11 +284,19 @@ impl Peer {
             routing_constraints: RoutingConstraints::default(),
         };
         let chosen = self.runtime.block_on(async {
-            let chosen = self.core.select_and_reserve(request).await.expect("it selects");
+            let chosen = self
+                .core
+                .select_and_reserve(request)
+                .await
+                .expect("it selects");
             self.core.free_reservation(&id).await.expect("it frees");
             chosen
         });
-        assert_eq!(chosen.worker_id, u64::from(WARM), "the peer chooses who holds the prompt");
+        assert_eq!(
+            chosen.worker_id,
+            u64::from(WARM),
+            "the peer chooses who holds the prompt"
+        );
     }
 }
 
@@ -231,13 +319,21 @@ fn worker(id: u64) -> Worker {
 
 impl Ours {
     fn new(ranks: u64, tokens: &[u32]) -> Self {
-        let (index, load) = (PrefixIndex::new(), LoadTracker::new(std::time::Instant::now));
+        let (index, load) = (
+            PrefixIndex::new(),
+            LoadTracker::new(std::time::Instant::now),
+        );
         let fleet = Fleet::empty().reconcile((0..ranks).map(worker).collect());
         for member in &fleet.added {
             load.open(member.slot, member.rank);
         }
-        let mut writers: Vec<_> = (0..ranks).map(|slot| index.join(Slot(slot as u32))).collect();
-        let warm = fleet.added.iter().find(|member| member.rank.worker == WorkerId(u64::from(WARM)));
+        let mut writers: Vec<_> = (0..ranks)
+            .map(|slot| index.join(Slot(slot as u32)))
+            .collect();
+        let warm = fleet
+            .added
+            .iter()
+            .find(|member| member.rank.worker == WorkerId(u64::from(WARM)));
         let slot = warm.expect("it is in the fleet").slot;
         for (slot, event) in our_events(&[stored(tokens, slot.0)]) {
             writers[slot as usize].apply(&event);
@@ -245,8 +341,14 @@ impl Ours {
         let router = Router::new(index, load, RouterSettings::default(), 7);
         router.publish(fleet.fleet.into());
         // As it is when all sources have caught up.
-        fleet.added.iter().for_each(|member| router.set_trust(member.rank, Standing::EXACT));
-        Self { router, _writers: writers }
+        fleet
+            .added
+            .iter()
+            .for_each(|member| router.set_trust(member.rank, Standing::EXACT));
+        Self {
+            router,
+            _writers: writers,
+        }
     }
 
     fn request(&self, tokens: &[u32]) -> RouteRequest {
@@ -260,7 +362,11 @@ impl Ours {
 
     fn route(&self, request: RouteRequest) {
         let booked = self.router.route(request).expect("somebody is chosen");
-        assert_eq!(booked.route.to.rank.worker, WorkerId(u64::from(WARM)), "we choose who holds the prompt");
+        assert_eq!(
+            booked.route.to.rank.worker,
+            WorkerId(u64::from(WARM)),
+            "we choose who holds the prompt"
+        );
         assert_eq!(booked.route.mode, Mode::Exact, "by what was told");
     }
 }

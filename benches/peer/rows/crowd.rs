@@ -15,8 +15,16 @@ use crate::sides::{Ours, Peer, assert_equal, our_events, peer_events, peer_promp
 use crate::trace::{hashes, mix};
 use crate::workload::{self, Change, Event};
 
-const SHARED: Goal = ("query, 2,048 ranks sharing a 128-block system prompt", "µs", Some(0.1));
-const BUSY: Goal = ("query p99 while one thread writes flat out", "µs", Some(0.5));
+const SHARED: Goal = (
+    "query, 2,048 ranks sharing a 128-block system prompt",
+    "µs",
+    Some(0.1),
+);
+const BUSY: Goal = (
+    "query p99 while one thread writes flat out",
+    "µs",
+    Some(0.5),
+);
 
 const RANKS: u32 = 2_048;
 const SYSTEM: u64 = 128;
@@ -35,14 +43,29 @@ pub fn run(bench: &Bench, table: &mut Table) {
 /// The system prompt, and then what only one rank holds.
 fn prompt(rank: u32) -> BlockHashes {
     let system = (0..SYSTEM).map(|at| LocalHash(mix(at)));
-    hashes(system.chain((0..OWN).map(|at| LocalHash(mix(1 << 32 | u64::from(rank) << 10 | at)))).collect())
+    hashes(
+        system
+            .chain((0..OWN).map(|at| LocalHash(mix(1 << 32 | u64::from(rank) << 10 | at))))
+            .collect(),
+    )
 }
 
 fn shared(bench: &Bench, table: &mut Table) {
     let prompts: Vec<_> = (0..RANKS).map(prompt).collect();
     let event = |(rank, prompt): (usize, &BlockHashes)| {
-        let blocks = prompt.locals().iter().copied().zip(prompt.sequences().iter().copied()).collect();
-        Event { rank: rank as u32, change: Change::Stored { parent: None, blocks } }
+        let blocks = prompt
+            .locals()
+            .iter()
+            .copied()
+            .zip(prompt.sequences().iter().copied())
+            .collect();
+        Event {
+            rank: rank as u32,
+            change: Change::Stored {
+                parent: None,
+                blocks,
+            },
+        }
     };
     let events: Vec<_> = prompts.iter().enumerate().map(event).collect();
     let (peer, mut ours) = (Peer::new(), Ours::new(RANKS));
@@ -53,23 +76,43 @@ fn shared(bench: &Bench, table: &mut Table) {
     let mut found = Overlaps::new();
     for (mine, theirs) in asked.iter().zip(&theirs) {
         ours.index.overlaps(mine, &mut found);
-        assert_equal("a shared system prompt", &peer.tree.find_matches(theirs, false), &found);
+        assert_equal(
+            "a shared system prompt",
+            &peer.tree.find_matches(theirs, false),
+            &found,
+        );
     }
     let per_query = asked.len() as f64 * 1e3;
-    let peer = || cpu(|| theirs.iter().map(|prompt| peer.tree.find_matches(prompt, false).scores.len()).sum::<usize>());
+    let peer = || {
+        cpu(|| {
+            theirs
+                .iter()
+                .map(|prompt| peer.tree.find_matches(prompt, false).scores.len())
+                .sum::<usize>()
+        })
+    };
     // Nobody goes through the answers once more: both are there to be looked up by rank, and were found to be equal.
     let mut ask = |prompt: &&BlockHashes| {
         ours.index.overlaps(prompt, &mut found);
         found.get(Slot(0)).device
     };
     let mut mine = || cpu(|| asked.iter().map(&mut ask).sum::<u32>());
-    table.duel(SHARED, bench.args.rounds() * 3, || peer() / per_query, || mine() / per_query);
+    table.duel(
+        SHARED,
+        bench.args.rounds() * 3,
+        || peer() / per_query,
+        || mine() / per_query,
+    );
 }
 
 /// The writer goes through all stored events once, and the reader asks for the prompts of the trace until it is done.
 fn busy(bench: &Bench, table: &mut Table) {
     let (stored, _) = workload::unbounded(&bench.requests, 64);
-    let prompts: Vec<_> = bench.requests.iter().map(|request| peer_prompt(&request.prompt)).collect();
+    let prompts: Vec<_> = bench
+        .requests
+        .iter()
+        .map(|request| peer_prompt(&request.prompt))
+        .collect();
     let peer = || {
         let (peer, events) = (Peer::new(), peer_events(&stored));
         let ask = |at: usize| peer.tree.find_matches(&prompts[at], false).scores.len();
@@ -88,7 +131,11 @@ fn busy(bench: &Bench, table: &mut Table) {
 }
 
 /// The 99th percentile of a query's time by the wall clock, microseconds.
-fn while_writing(prompts: usize, mut ask: impl FnMut(usize) -> usize, write: impl FnOnce() + Send) -> f64 {
+fn while_writing(
+    prompts: usize,
+    mut ask: impl FnMut(usize) -> usize,
+    write: impl FnOnce() + Send,
+) -> f64 {
     let (started, done) = (AtomicBool::new(false), AtomicBool::new(false));
     let mut times = Vec::with_capacity(1 << 20);
     std::thread::scope(|scope| {
@@ -108,6 +155,10 @@ fn while_writing(prompts: usize, mut ask: impl FnMut(usize) -> usize, write: imp
             times.push(start.elapsed().as_nanos() as f64 / 1e3);
         }
     });
-    assert!(times.len() > 1_000, "only {} queries while it wrote", times.len());
+    assert!(
+        times.len() > 1_000,
+        "only {} queries while it wrote",
+        times.len()
+    );
     quantile(&times, 0.99)
 }

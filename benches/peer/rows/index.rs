@@ -18,8 +18,16 @@ const CAPACITY: usize = 65_536;
 const STORED: Goal = ("apply stored events, 64 ranks", "ns/block", Some(0.5));
 const DECODED: Goal = ("apply single-block decode events", "ns/event", Some(0.3));
 const QUERY: Goal = ("query, full index, 64 ranks, mean", "µs", Some(0.33));
-const BOUNDED: Goal = ("apply with capacity 65,536 per rank, 64 ranks", "ns/block", Some(0.5));
-const CHURN: Goal = ("apply with capacity 65,536 per rank, 8 ranks", "ns/block", Some(0.5));
+const BOUNDED: Goal = (
+    "apply with capacity 65,536 per rank, 64 ranks",
+    "ns/block",
+    Some(0.5),
+);
+const CHURN: Goal = (
+    "apply with capacity 65,536 per rank, 8 ranks",
+    "ns/block",
+    Some(0.5),
+);
 const HEAP: Goal = ("heap per resident (rank, block) pair", "B", Some(0.45));
 
 /// The rows of this file.
@@ -54,20 +62,31 @@ fn unbounded(bench: &Bench, table: &mut Table, stored: &[Event], decoded: &[Even
     for round in 0..=bench.args.rounds() {
         let (peer, mut ours) = (Peer::new(), Ours::new(RANKS));
         let mut measured = [[0.0; 2]; 3];
-        measured[0] = [peer.apply(peer_events(stored)) / blocks, ours.apply(our_events(stored)) / blocks];
+        measured[0] = [
+            peer.apply(peer_events(stored)) / blocks,
+            ours.apply(our_events(stored)) / blocks,
+        ];
         if round == 0 {
             compare("full index", &bench.requests, &peer, &ours);
         }
-        measured[1] = [peer_queries(&bench.requests, &peer), our_queries(&bench.requests, &ours)];
+        measured[1] = [
+            peer_queries(&bench.requests, &peer),
+            our_queries(&bench.requests, &ours),
+        ];
         let events = decoded.len() as f64;
-        measured[2] = [peer.apply(peer_events(decoded)) / events, ours.apply(our_events(decoded)) / events];
+        measured[2] = [
+            peer.apply(peer_events(decoded)) / events,
+            ours.apply(our_events(decoded)) / events,
+        ];
         if round == 0 {
             // The first round warms up, and is compared.
             compare("with answers", &bench.requests, &peer, &ours);
             continue;
         }
         for (kept, measured) in rounds.iter_mut().zip(measured) {
-            kept.iter_mut().zip(measured).for_each(|(kept, side)| kept.push(side));
+            kept.iter_mut()
+                .zip(measured)
+                .for_each(|(kept, side)| kept.push(side));
         }
     }
     for (row, [theirs, ours]) in [STORED, QUERY, DECODED].into_iter().zip(&rounds) {
@@ -79,8 +98,16 @@ fn unbounded(bench: &Bench, table: &mut Table, stored: &[Event], decoded: &[Even
 
 /// Mean of a query over all prompts, microseconds.
 fn peer_queries(requests: &[Request], peer: &Peer) -> f64 {
-    let prompts: Vec<_> = requests.iter().map(|request| peer_prompt(&request.prompt)).collect();
-    let ask = || prompts.iter().map(|prompt| peer.tree.find_matches(prompt, false).scores.len()).sum::<usize>();
+    let prompts: Vec<_> = requests
+        .iter()
+        .map(|request| peer_prompt(&request.prompt))
+        .collect();
+    let ask = || {
+        prompts
+            .iter()
+            .map(|prompt| peer.tree.find_matches(prompt, false).scores.len())
+            .sum::<usize>()
+    };
     ask();
     cpu(ask) / prompts.len() as f64 / 1e3
 }
@@ -110,11 +137,17 @@ fn compare(what: &str, requests: &[Request], peer: &Peer, ours: &Ours) {
 fn bounded(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     let events = workload::bounded(&bench.requests, ranks, CAPACITY);
     let blocks = workload::blocks(&events) as f64;
-    eprintln!("{ranks} ranks with room for {CAPACITY}: {} events of {blocks} blocks", events.len());
+    eprintln!(
+        "{ranks} ranks with room for {CAPACITY}: {} events of {blocks} blocks",
+        events.len()
+    );
     let mut rounds: [Vec<f64>; 2] = Default::default();
     for round in 0..=bench.args.rounds() {
         let (peer, mut ours) = (Peer::new(), Ours::new(ranks));
-        let (theirs, mine) = (peer.apply(peer_events(&events)), ours.apply(our_events(&events)));
+        let (theirs, mine) = (
+            peer.apply(peer_events(&events)),
+            ours.apply(our_events(&events)),
+        );
         if round == 0 {
             compare("full caches", &bench.requests, &peer, &ours);
             continue;
@@ -130,12 +163,16 @@ fn heap(stored: &[Event]) -> (f64, f64) {
     let pairs = workload::blocks(stored) as f64;
     let theirs = memory::held(|| {
         let peer = Peer::new();
-        stored.chunks(256).for_each(|events| _ = peer.apply(peer_events(events)));
+        stored
+            .chunks(256)
+            .for_each(|events| _ = peer.apply(peer_events(events)));
         peer
     });
     let ours = memory::held(|| {
         let mut ours = Ours::new(RANKS);
-        stored.chunks(256).for_each(|events| _ = ours.apply(our_events(events)));
+        stored
+            .chunks(256)
+            .for_each(|events| _ = ours.apply(our_events(events)));
         ours
     });
     (theirs / pairs, ours / pairs)

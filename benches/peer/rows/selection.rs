@@ -3,11 +3,13 @@
 
 use std::collections::{HashMap, HashSet};
 
-use dynamo_kv_router::protocols::{SharedCacheHits, WorkerConfigLike, WorkerId as PeerId, WorkerWithDpRank};
+use dynamo_kv_router::protocols::{
+    SharedCacheHits, WorkerConfigLike, WorkerId as PeerId, WorkerWithDpRank,
+};
 use dynamo_kv_router::scheduling::{OverlapSignals, ScheduleMode};
 use dynamo_kv_router::{
-    DefaultWorkerSelector, KvRouterConfig, SchedulingRequest, WorkerLoadProjection, WorkerSelectionInput,
-    WorkerSelector,
+    DefaultWorkerSelector, KvRouterConfig, SchedulingRequest, WorkerLoadProjection,
+    WorkerSelectionInput, WorkerSelector,
 };
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -24,10 +26,22 @@ use crate::workload::BLOCK;
 const GOAL: Option<f64> = Some(0.3);
 
 const ROWS: [(u32, Goal); 4] = [
-    (8, ("choose alone, 8 ranks, all cost terms live", "µs", GOAL)),
-    (64, ("choose alone, 64 ranks, all cost terms live", "µs", GOAL)),
-    (512, ("choose alone, 512 ranks, all cost terms live", "µs", GOAL)),
-    (2_048, ("choose alone, 2,048 ranks, all cost terms live", "µs", GOAL)),
+    (
+        8,
+        ("choose alone, 8 ranks, all cost terms live", "µs", GOAL),
+    ),
+    (
+        64,
+        ("choose alone, 64 ranks, all cost terms live", "µs", GOAL),
+    ),
+    (
+        512,
+        ("choose alone, 512 ranks, all cost terms live", "µs", GOAL),
+    ),
+    (
+        2_048,
+        ("choose alone, 2,048 ranks, all cost terms live", "µs", GOAL),
+    ),
 ];
 
 const PROMPT: u64 = 2_048;
@@ -51,16 +65,28 @@ struct Facts {
 fn facts(rank: u32) -> Facts {
     let draw = mix(u64::from(rank));
     let device = (draw % 96) as u32;
-    let overlap = TierBlocks { device, host: (draw >> 8) as u32 % 16, disk: (draw >> 16) as u32 % 16, external: 0 };
+    let overlap = TierBlocks {
+        device,
+        host: (draw >> 8) as u32 % 16,
+        disk: (draw >> 16) as u32 % 16,
+        external: 0,
+    };
     let load = Load {
         active_blocks: (draw >> 24) % 4_096,
         active_prefill_tokens: (draw >> 40) % 32_768,
         active_requests: (draw >> 56) % 64,
     };
-    Facts { overlap, load, additional: (128 - u64::from(device)).min(draw >> 32 & 127) }
+    Facts {
+        overlap,
+        load,
+        additional: (128 - u64::from(device)).min(draw >> 32 & 127),
+    }
 }
 
-#[expect(clippy::single_range_in_vec_init, reason = "one range, not its numbers")]
+#[expect(
+    clippy::single_range_in_vec_init,
+    reason = "one range, not its numbers"
+)]
 fn shared() -> Vec<std::ops::Range<u32>> {
     vec![16..112]
 }
@@ -76,7 +102,10 @@ fn weights() -> Weights {
 
 fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     let weights = weights();
-    let question = Question { shared: shared(), ..Question::new(PROMPT, BLOCK) };
+    let question = Question {
+        shared: shared(),
+        ..Question::new(PROMPT, BLOCK)
+    };
     let known: Vec<_> = (0..ranks).map(facts).collect();
     let mut candidates = Vec::with_capacity(known.len());
     let mut random = SmallRng::seed_from_u64(7);
@@ -84,34 +113,80 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     let mut ours = || {
         candidates.clear();
         candidates.extend(std::hint::black_box(&known).iter().map(candidate));
-        choose(std::hint::black_box(&question), &candidates, &weights, &mut random)
+        choose(
+            std::hint::black_box(&question),
+            &candidates,
+            &weights,
+            &mut random,
+        )
     };
 
-    let workers: HashMap<PeerId, Config> = (0..u64::from(ranks)).map(|id| (id, Config::default())).collect();
+    let workers: HashMap<PeerId, Config> = (0..u64::from(ranks))
+        .map(|id| (id, Config::default()))
+        .collect();
     let request = request(ranks, &weights);
     let selector = DefaultWorkerSelector::new(Some(config(&weights)), "prefill");
     let theirs = || {
-        let (workers, request) = (std::hint::black_box(&workers), std::hint::black_box(&request));
-        selector.select_worker(WorkerSelectionInput::configured(workers, request, request.eligibility(), 16))
+        let (workers, request) = (
+            std::hint::black_box(&workers),
+            std::hint::black_box(&request),
+        );
+        selector.select_worker(WorkerSelectionInput::configured(
+            workers,
+            request,
+            request.eligibility(),
+            16,
+        ))
     };
 
-    let (chosen, selected) = (ours().expect("somebody is chosen"), theirs().expect("somebody is selected"));
+    let (chosen, selected) = (
+        ours().expect("somebody is chosen"),
+        theirs().expect("somebody is selected"),
+    );
     assert_eq!(chosen.ties, 1, "no two cost the same");
-    assert_eq!(chosen.index as u64, selected.worker.worker_id, "{}: whom", row.0);
-    assert_eq!(chosen.effective_overlap_blocks, selected.effective_overlap_blocks, "{}: what it has", row.0);
-    assert_eq!(Some(chosen.best_raw_cached_tokens as usize), selected.max_raw_cached_tokens, "{}: the best", row.0);
-    assert_eq!(chosen.cached_tokens as usize, selected.cached_tokens, "{}: tokens", row.0);
+    assert_eq!(
+        chosen.index as u64, selected.worker.worker_id,
+        "{}: whom",
+        row.0
+    );
+    assert_eq!(
+        chosen.effective_overlap_blocks, selected.effective_overlap_blocks,
+        "{}: what it has",
+        row.0
+    );
+    assert_eq!(
+        Some(chosen.best_raw_cached_tokens as usize),
+        selected.max_raw_cached_tokens,
+        "{}: the best",
+        row.0
+    );
+    assert_eq!(
+        chosen.cached_tokens as usize, selected.cached_tokens,
+        "{}: tokens",
+        row.0
+    );
 
     let times = 200_000 / ranks;
     let per_choice = f64::from(times) * 1e3;
-    let theirs = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_choice;
+    let theirs =
+        || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_choice;
     let ours = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(ours()))) / per_choice;
     table.duel(row, bench.args.rounds() * 3, theirs, ours);
 }
 
 fn candidate(facts: &Facts) -> Candidate {
-    let Facts { overlap, load, additional } = *facts;
-    Candidate { overlap, trust_credit: 1.0, load, additional_blocks: additional, preference: 0.0 }
+    let Facts {
+        overlap,
+        load,
+        additional,
+    } = *facts;
+    Candidate {
+        overlap,
+        trust_credit: 1.0,
+        load,
+        additional_blocks: additional,
+        preference: 0.0,
+    }
 }
 
 fn config(weights: &Weights) -> KvRouterConfig {
@@ -133,13 +208,29 @@ fn request(ranks: u32, weights: &Weights) -> SchedulingRequest {
     let mut worker_loads = rustc_hash::FxHashMap::default();
     for rank in 0..ranks {
         let worker = WorkerWithDpRank::new(u64::from(rank), 0);
-        let Facts { overlap: tiers, load, additional } = facts(rank);
-        let effective = tiers.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
-        overlap.tier_overlap_blocks.device.insert(worker, tiers.device as usize);
-        overlap.tier_overlap_blocks.host_pinned.insert(worker, tiers.host as usize);
-        overlap.tier_overlap_blocks.disk.insert(worker, tiers.disk as usize);
+        let Facts {
+            overlap: tiers,
+            load,
+            additional,
+        } = facts(rank);
+        let effective =
+            tiers.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
+        overlap
+            .tier_overlap_blocks
+            .device
+            .insert(worker, tiers.device as usize);
+        overlap
+            .tier_overlap_blocks
+            .host_pinned
+            .insert(worker, tiers.host as usize);
+        overlap
+            .tier_overlap_blocks
+            .disk
+            .insert(worker, tiers.disk as usize);
         overlap.effective_overlap_blocks.insert(worker, effective);
-        overlap.effective_cached_tokens.insert(worker, (effective * 16.0).round() as usize);
+        overlap
+            .effective_cached_tokens
+            .insert(worker, (effective * 16.0).round() as usize);
         let projection = WorkerLoadProjection {
             active_prefill_tokens: load.active_prefill_tokens as usize,
             active_decode_blocks: load.active_blocks as usize,
@@ -149,7 +240,9 @@ fn request(ranks: u32, weights: &Weights) -> SchedulingRequest {
         worker_loads.insert(worker, projection);
     }
     SchedulingRequest {
-        mode: ScheduleMode::Tracked { request_id: "bench".into() },
+        mode: ScheduleMode::Tracked {
+            request_id: "bench".into(),
+        },
         token_seq: None,
         isl_tokens: PROMPT as usize,
         lora_name: None,

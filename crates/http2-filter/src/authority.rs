@@ -16,7 +16,10 @@ pub fn normalize_authority(name: &str) -> Cow<'_, str> {
 
 /// A valid authority of the same length, or none if `value` is valid or cannot be replaced: it is empty or has control characters.
 pub(crate) fn replacement(value: &[u8]) -> Option<Vec<u8>> {
-    if value.is_empty() || value.iter().any(u8::is_ascii_control) || Authority::try_from(value).is_ok() {
+    if value.is_empty()
+        || value.iter().any(u8::is_ascii_control)
+        || Authority::try_from(value).is_ok()
+    {
         return None;
     }
     Some(value.iter().copied().map(substitute).collect())
@@ -46,7 +49,10 @@ mod tests {
                 "outbound+9002++warmroute.inference.svc.cluster.local",
             ),
             ("extension/ns/name", "extension=ns=name"),
-            ("warmroute.inference.svc:9002", "warmroute.inference.svc:9002"),
+            (
+                "warmroute.inference.svc:9002",
+                "warmroute.inference.svc:9002",
+            ),
             ("[::1]:9002", "[::1]:9002"),
             ("a:b:c", "a-b-c"),
             ("my cluster", "my-cluster"),
@@ -60,11 +66,20 @@ mod tests {
     #[test]
     fn every_octet_has_a_valid_substitute_with_no_longer_code() {
         for octet in 0..=u8::MAX {
-            for value in [vec![octet], vec![b'a', octet, b'b', b'|'], vec![b'[', octet]] {
-                let Some(replaced) = replacement(&value) else { continue };
+            for value in [
+                vec![octet],
+                vec![b'a', octet, b'b', b'|'],
+                vec![b'[', octet],
+            ] {
+                let Some(replaced) = replacement(&value) else {
+                    continue;
+                };
                 assert_eq!(replaced.len(), value.len());
                 assert!(Authority::try_from(&*replaced).is_ok(), "{value:?}");
-                assert!(huffman::encode(&replaced).len() <= huffman::encode(&value).len(), "{value:?}");
+                assert!(
+                    huffman::encode(&replaced).len() <= huffman::encode(&value).len(),
+                    "{value:?}"
+                );
             }
         }
     }

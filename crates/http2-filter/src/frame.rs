@@ -26,11 +26,18 @@ pub(crate) struct FrameHeader {
 impl FrameHeader {
     /// Parses the first octets, if they are enough.
     pub(crate) fn parse(octets: &[u8]) -> Option<Self> {
-        let [l0, l1, l2, kind, flags, s0, s1, s2, s3, ..] = *octets else { return None };
+        let [l0, l1, l2, kind, flags, s0, s1, s2, s3, ..] = *octets else {
+            return None;
+        };
         let length = u32::from_be_bytes([0, l0, l1, l2]) as usize;
         // The first bit of the stream identifier is reserved.
         let stream = u32::from_be_bytes([s0 & 0x7f, s1, s2, s3]);
-        Some(Self { length, kind, flags, stream })
+        Some(Self {
+            length,
+            kind,
+            flags,
+            stream,
+        })
     }
 
     pub(crate) fn has(self, flag: u8) -> bool {

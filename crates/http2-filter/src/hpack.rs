@@ -15,8 +15,9 @@ const NAME_LENGTH: usize = 10;
 const STATIC_AUTHORITY: usize = 1;
 /// Octets of the names of the static table, from index 1.
 const STATIC_NAMES: [u8; 61] = [
-    10, 7, 7, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7, 7, 14, 15, 15, 13, 6, 27, 3, 5, 13, 13, 19, 16, 16, 14, 16, 13, 12, 6, 4,
-    4, 6, 7, 4, 4, 8, 17, 13, 8, 19, 13, 4, 8, 12, 18, 19, 5, 7, 7, 11, 6, 10, 25, 17, 10, 4, 3, 16,
+    10, 7, 7, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7, 7, 14, 15, 15, 13, 6, 27, 3, 5, 13, 13, 19, 16, 16, 14,
+    16, 13, 12, 6, 4, 4, 6, 7, 4, 4, 8, 17, 13, 8, 19, 13, 4, 8, 12, 18, 19, 5, 7, 7, 11, 6, 10,
+    25, 17, 10, 4, 3, 16,
 ];
 /// Most octets of an integer, as in `h2`.
 const INTEGER_LENGTH: usize = 5;
@@ -64,14 +65,22 @@ impl HpackEntry {
 
 impl DynamicTable {
     pub(crate) fn new() -> Self {
-        Self { entries: VecDeque::new(), size: 0, limit: TABLE_SIZE }
+        Self {
+            entries: VecDeque::new(),
+            size: 0,
+            limit: TABLE_SIZE,
+        }
     }
 
     /// Applies a complete header block. Returns the block to send in its place, which is not longer, if a value of `:authority` has to be
     /// replaced.
     pub(crate) fn apply(&mut self, block: &[u8]) -> Result<Option<Vec<u8>>, HpackError> {
         let mut reader = BlockReader { block, at: 0 };
-        let mut edited = EditedBlock { block, copied: 0, output: Vec::new() };
+        let mut edited = EditedBlock {
+            block,
+            copied: 0,
+            output: Vec::new(),
+        };
         while let Some(&first) = block.get(reader.at) {
             if first & 0x80 != 0 {
                 self.check_index(reader.integer(7)?)?;
@@ -95,10 +104,19 @@ impl DynamicTable {
     fn name_at(&self, index: usize) -> Result<FieldName, HpackError> {
         let at = index.checked_sub(1).ok_or(HpackError)?;
         if let Some(&length) = STATIC_NAMES.get(at) {
-            return Ok(FieldName { length: usize::from(length), is_authority: index == STATIC_AUTHORITY });
+            return Ok(FieldName {
+                length: usize::from(length),
+                is_authority: index == STATIC_AUTHORITY,
+            });
         }
-        let entry = self.entries.get(at - STATIC_NAMES.len()).ok_or(HpackError)?;
-        Ok(FieldName { length: entry.name_length as usize, is_authority: entry.is_authority })
+        let entry = self
+            .entries
+            .get(at - STATIC_NAMES.len())
+            .ok_or(HpackError)?;
+        Ok(FieldName {
+            length: entry.name_length as usize,
+            is_authority: entry.is_authority,
+        })
     }
 
     fn literal<'a>(
@@ -108,10 +126,18 @@ impl DynamicTable {
         edited: &mut EditedBlock<'a>,
     ) -> Result<HpackEntry, HpackError> {
         let index = reader.integer(prefix)?;
-        let name = if index == 0 { reader.string()?.name()? } else { self.name_at(index)? };
+        let name = if index == 0 {
+            reader.string()?.name()?
+        } else {
+            self.name_at(index)?
+        };
         let value = reader.string()?;
         // The length of a value that enters no table does not matter.
-        let value_length = if prefix == 6 || name.is_authority { value.decoded_len()? } else { 0 };
+        let value_length = if prefix == 6 || name.is_authority {
+            value.decoded_len()?
+        } else {
+            0
+        };
         if name.is_authority
             && let Some(replaced) = replacement(&value.decoded()?)
         {
@@ -120,7 +146,11 @@ impl DynamicTable {
         let length = |octets: usize| u32::try_from(octets).map_err(|_| HpackError);
         let name_length = length(name.length)?;
         let value_length = length(value_length)?;
-        Ok(HpackEntry { name_length, value_length, is_authority: name.is_authority })
+        Ok(HpackEntry {
+            name_length,
+            value_length,
+            is_authority: name.is_authority,
+        })
     }
 
     fn insert(&mut self, entry: HpackEntry) {
@@ -142,7 +172,9 @@ impl DynamicTable {
 
     fn evict_to(&mut self, size: usize) {
         while self.size > size {
-            let Some(evicted) = self.entries.pop_back() else { return };
+            let Some(evicted) = self.entries.pop_back() else {
+                return;
+            };
             self.size -= evicted.size();
         }
     }
@@ -183,17 +215,29 @@ impl<'a> BlockReader<'a> {
         let length = self.integer(7)?;
         let octets = self.block[self.at..].get(..length).ok_or(HpackError)?;
         self.at += length;
-        Ok(HpackString { octets, huffman, start })
+        Ok(HpackString {
+            octets,
+            huffman,
+            start,
+        })
     }
 }
 
 impl HpackString<'_> {
     fn decoded(&self) -> Result<Vec<u8>, HpackError> {
-        if self.huffman { huffman::decode(self.octets).ok_or(HpackError) } else { Ok(self.octets.to_vec()) }
+        if self.huffman {
+            huffman::decode(self.octets).ok_or(HpackError)
+        } else {
+            Ok(self.octets.to_vec())
+        }
     }
 
     fn decoded_len(&self) -> Result<usize, HpackError> {
-        if self.huffman { huffman::decoded_len(self.octets).ok_or(HpackError) } else { Ok(self.octets.len()) }
+        if self.huffman {
+            huffman::decoded_len(self.octets).ok_or(HpackError)
+        } else {
+            Ok(self.octets.len())
+        }
     }
 
     fn name(&self) -> Result<FieldName, HpackError> {
@@ -201,7 +245,10 @@ impl HpackString<'_> {
         if length == 0 {
             return Err(HpackError);
         }
-        Ok(FieldName { length, is_authority: length == NAME_LENGTH && self.decoded()? == b":authority" })
+        Ok(FieldName {
+            length,
+            is_authority: length == NAME_LENGTH && self.decoded()? == b":authority",
+        })
     }
 }
 
@@ -215,7 +262,8 @@ struct EditedBlock<'a> {
 impl EditedBlock<'_> {
     /// Puts `octets` in the place of `value`, which ends at `end`, in the same coding.
     fn replace(&mut self, value: &HpackString<'_>, end: usize, octets: &[u8]) {
-        self.output.extend_from_slice(&self.block[self.copied..value.start]);
+        self.output
+            .extend_from_slice(&self.block[self.copied..value.start]);
         if value.huffman {
             let encoded = huffman::encode(octets);
             push_length(&mut self.output, 0x80, encoded.len());
@@ -267,7 +315,11 @@ mod tests {
 
     /// A literal without indexing, whose name is an index.
     fn named(index: u8, value: &[u8], huffman: bool) -> Vec<u8> {
-        let octets = if huffman { huffman::encode(value) } else { value.to_vec() };
+        let octets = if huffman {
+            huffman::encode(value)
+        } else {
+            value.to_vec()
+        };
         let mut block = vec![index];
         push_length(&mut block, if huffman { 0x80 } else { 0 }, octets.len());
         block.extend(octets);
@@ -280,7 +332,11 @@ mod tests {
             for first in [0x01, 0x11, 0x41] {
                 let block = named(first, b"outbound|9002||x", huffman);
                 let expected = named(first, b"outbound+9002++x", huffman);
-                assert_eq!(DynamicTable::new().apply(&block), Ok(Some(expected)), "{first:#x} {huffman}");
+                assert_eq!(
+                    DynamicTable::new().apply(&block),
+                    Ok(Some(expected)),
+                    "{first:#x} {huffman}"
+                );
             }
             let block = [indexed(":authority", "a/b"), vec![0x80 | 62]].concat();
             let expected = [indexed(":authority", "a=b"), vec![0x80 | 62]].concat();
@@ -304,9 +360,15 @@ mod tests {
     #[test]
     fn authority_is_found_by_dynamic_table_index() {
         let mut table = DynamicTable::new();
-        table.apply(&[indexed(":authority", "a"), indexed("x-other", "b")].concat()).unwrap();
+        table
+            .apply(&[indexed(":authority", "a"), indexed("x-other", "b")].concat())
+            .unwrap();
         // 62 is x-other, 63 is :authority.
-        assert_eq!(table.apply(&named(0x0f, b"", false)[..1]), Err(HpackError), "cut after the prefix");
+        assert_eq!(
+            table.apply(&named(0x0f, b"", false)[..1]),
+            Err(HpackError),
+            "cut after the prefix"
+        );
         let literal = |index: u8| [&[0x0f, index - 15, 3][..], b"c|d"].concat();
         assert_eq!(table.apply(&literal(62)), Ok(None));
         assert_eq!(table.apply(&literal(63)).unwrap().unwrap()[3..], *b"c+d");
@@ -318,13 +380,23 @@ mod tests {
         let mut table = DynamicTable::new();
         table.apply(&indexed(":authority", "a")).unwrap();
         // 4096 - 43 octets remain; an entry of one more evicts the authority.
-        table.apply(&indexed("x", &"y".repeat(4096 - 43 - 33))).unwrap();
+        table
+            .apply(&indexed("x", &"y".repeat(4096 - 43 - 33)))
+            .unwrap();
         assert_eq!(table.entries.len(), 2);
         table.apply(&indexed("x", "")).unwrap();
         assert_eq!((table.entries.len(), table.size), (2, 4096 - 43 + 33));
         table.apply(&indexed("x", &"y".repeat(5000))).unwrap();
-        assert_eq!((table.entries.len(), table.size), (0, 0), "an entry beyond the size empties the table");
-        assert_eq!(table.apply(&[0x3f, 0xe2, 0x1f]), Err(HpackError), "4097 octets");
+        assert_eq!(
+            (table.entries.len(), table.size),
+            (0, 0),
+            "an entry beyond the size empties the table"
+        );
+        assert_eq!(
+            table.apply(&[0x3f, 0xe2, 0x1f]),
+            Err(HpackError),
+            "4097 octets"
+        );
         table.apply(&[0x3f, 0xe1, 0x1f]).unwrap();
         table.apply(&[0x20]).unwrap();
         table.apply(&indexed("x", "")).unwrap();

@@ -3,15 +3,16 @@
 
 /// Bits of the code of each octet, and of the end-of-string symbol.
 const LENGTHS: [u8; 257] = [
-    13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28, 28, 28, 28, 28, 28,
-    28, 28, 28, 6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6, 5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 7, 8, 15, 6, 12,
-    10, 13, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 8, 7, 8, 13, 19, 13, 14, 6, 15, 5, 6,
-    5, 6, 5, 6, 6, 6, 5, 7, 7, 6, 6, 6, 5, 6, 7, 6, 5, 5, 6, 7, 7, 7, 7, 7, 15, 11, 14, 13, 28, 20, 22, 20, 20, 22, 22,
-    22, 23, 22, 23, 23, 23, 23, 23, 24, 23, 24, 24, 22, 23, 24, 23, 23, 23, 23, 21, 22, 23, 22, 23, 23, 24, 22, 21, 20,
-    22, 22, 23, 23, 21, 23, 22, 22, 24, 21, 22, 23, 23, 21, 21, 22, 21, 23, 22, 23, 23, 20, 22, 22, 22, 23, 22, 22, 23,
-    26, 26, 20, 19, 22, 23, 22, 25, 26, 26, 26, 27, 27, 26, 24, 25, 19, 21, 26, 27, 27, 26, 27, 24, 21, 21, 26, 26, 28,
-    27, 27, 27, 20, 24, 20, 21, 22, 21, 21, 23, 22, 22, 25, 25, 24, 24, 26, 23, 26, 27, 26, 26, 27, 27, 27, 27, 27, 28,
-    27, 27, 27, 27, 27, 26, 30,
+    13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28,
+    28, 28, 28, 28, 28, 28, 28, 28, 6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6, 5, 5,
+    5, 6, 6, 6, 6, 6, 6, 6, 7, 8, 15, 6, 12, 10, 13, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7,
+    7, 7, 7, 7, 7, 7, 7, 7, 8, 7, 8, 13, 19, 13, 14, 6, 15, 5, 6, 5, 6, 5, 6, 6, 6, 5, 7, 7, 6, 6,
+    6, 5, 6, 7, 6, 5, 5, 6, 7, 7, 7, 7, 7, 15, 11, 14, 13, 28, 20, 22, 20, 20, 22, 22, 22, 23, 22,
+    23, 23, 23, 23, 23, 24, 23, 24, 24, 22, 23, 24, 23, 23, 23, 23, 21, 22, 23, 22, 23, 23, 24, 22,
+    21, 20, 22, 22, 23, 23, 21, 23, 22, 22, 24, 21, 22, 23, 23, 21, 21, 22, 21, 23, 22, 23, 23, 20,
+    22, 22, 22, 23, 22, 22, 23, 26, 26, 20, 19, 22, 23, 22, 25, 26, 26, 26, 27, 27, 26, 24, 25, 19,
+    21, 26, 27, 27, 26, 27, 24, 21, 21, 26, 26, 28, 27, 27, 27, 20, 24, 20, 21, 22, 21, 21, 23, 22,
+    22, 25, 25, 24, 24, 26, 23, 26, 27, 26, 26, 27, 27, 27, 27, 27, 28, 27, 27, 27, 27, 27, 26, 30,
 ];
 
 const END_OF_STRING: u16 = 256;
@@ -33,8 +34,12 @@ struct HuffmanCode {
 static CODE: HuffmanCode = build();
 
 const fn build() -> HuffmanCode {
-    let mut code =
-        HuffmanCode { codes: [0; 257], symbols: [0; 257], ends: [0; LONGEST + 1], firsts: [(0, 0); LONGEST + 1] };
+    let mut code = HuffmanCode {
+        codes: [0; 257],
+        symbols: [0; 257],
+        ends: [0; LONGEST + 1],
+        firsts: [(0, 0); LONGEST + 1],
+    };
     let mut next: u32 = 0;
     let mut place = 0;
     let mut length = SHORTEST;
@@ -109,7 +114,8 @@ fn walk(encoded: &[u8], mut on_octet: impl FnMut(u8)) -> Option<()> {
         let head = window >> 32;
         let length = (SHORTEST..=LONGEST).find(|&length| head < CODE.ends[length])?;
         let (first, place) = CODE.firsts[length];
-        let symbol = CODE.symbols[place as usize + ((head >> (32 - length)) as u32 - first) as usize];
+        let symbol =
+            CODE.symbols[place as usize + ((head >> (32 - length)) as u32 - first) as usize];
         if symbol == END_OF_STRING || length > bits {
             return None;
         }
@@ -141,8 +147,14 @@ mod tests {
             ("custom-value", "25a8 49e9 5bb8 e8b4 bf"),
             ("302", "6402"),
             ("private", "aec3 771a 4b"),
-            ("Mon, 21 Oct 2013 20:13:21 GMT", "d07a be94 1054 d444 a820 0595 040b 8166 e082 a62d 1bff"),
-            ("https://www.example.com", "9d29 ad17 1863 c78f 0b97 c8e9 ae82 ae43 d3"),
+            (
+                "Mon, 21 Oct 2013 20:13:21 GMT",
+                "d07a be94 1054 d444 a820 0595 040b 8166 e082 a62d 1bff",
+            ),
+            (
+                "https://www.example.com",
+                "9d29 ad17 1863 c78f 0b97 c8e9 ae82 ae43 d3",
+            ),
             (
                 "foo=ASDJKHQKBZXOQWEOPIUAXQWEOIU; max-age=3600; version=1",
                 "94e7 821d d7f2 e6c7 b335 dfdf cd5b 3960 d5af 2708 7f36 72c1 ab27 0fb5 291f 9587 3160 65c0 03ed 4ee5 b106 3d50 07",
@@ -168,7 +180,11 @@ mod tests {
     fn malformed_padding_and_end_of_string_are_refused() {
         assert_eq!(decode(&[0xff]), None, "eight bits of padding");
         assert_eq!(decode(&[0b0000_0000]), None, "padding of zeros");
-        assert_eq!(decode(&[0xff, 0xff, 0xff, 0xff]), None, "the end of the string");
+        assert_eq!(
+            decode(&[0xff, 0xff, 0xff, 0xff]),
+            None,
+            "the end of the string"
+        );
         assert_eq!(decode(&[0b0000_0111]).as_deref(), Some(&b"0"[..]));
         assert_eq!(decode(&[]).as_deref(), Some(&b""[..]));
     }

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 
 use crate::activity::OpenStreams;
 use crate::frame::{
-    CONTINUATION, DATA, END_HEADERS, FrameHeader, HEADER, HEADERS, PADDED, PRIORITY, RST_STREAM, length_octets,
+    CONTINUATION, DATA, END_HEADERS, FrameHeader, HEADER, HEADERS, PADDED, PRIORITY, RST_STREAM,
+    length_octets,
 };
 use crate::hpack::DynamicTable;
 
@@ -58,7 +59,13 @@ pub(crate) struct InboundReader {
 impl InboundReader {
     pub(crate) fn new(block_limit: usize) -> Self {
         let position = ReadPosition::Preface(0);
-        Self { position, table: DynamicTable::new(), block_limit, held: Vec::new(), completed: 0 }
+        Self {
+            position,
+            table: DynamicTable::new(),
+            block_limit,
+            held: Vec::new(),
+            completed: 0,
+        }
     }
 
     /// Whether octets are held back.
@@ -132,8 +139,11 @@ impl InboundReader {
                 ReadPosition::Payload(rest) => {
                     let length = rest.min(end - at);
                     at += length;
-                    self.position =
-                        if rest == length { ReadPosition::Frame } else { ReadPosition::Payload(rest - length) };
+                    self.position = if rest == length {
+                        ReadPosition::Frame
+                    } else {
+                        ReadPosition::Payload(rest - length)
+                    };
                 }
                 ReadPosition::OversizedFrame(rest) => {
                     let length = rest.min(end - at);
@@ -165,8 +175,15 @@ impl InboundReader {
                 RST_STREAM => streams.close(header.stream),
                 _ => {}
             }
-            self.position = if header.length == 0 { ReadPosition::Frame } else { ReadPosition::Payload(header.length) };
-            return Some(FrameStep { read: HEADER, passed: HEADER });
+            self.position = if header.length == 0 {
+                ReadPosition::Frame
+            } else {
+                ReadPosition::Payload(header.length)
+            };
+            return Some(FrameStep {
+                read: HEADER,
+                passed: HEADER,
+            });
         }
         let length = match self.extent(octets) {
             BlockExtent::Complete(length) => length,
@@ -174,11 +191,17 @@ impl InboundReader {
             BlockExtent::Oversized => {
                 // `h2` may refuse the frame.
                 self.position = oversized_after(header.length);
-                return Some(FrameStep { read: HEADER, passed: HEADER });
+                return Some(FrameStep {
+                    read: HEADER,
+                    passed: HEADER,
+                });
             }
             BlockExtent::Unreadable => {
                 self.position = ReadPosition::Unread;
-                return Some(FrameStep { read: HEADER, passed: HEADER });
+                return Some(FrameStep {
+                    read: HEADER,
+                    passed: HEADER,
+                });
             }
         };
         streams.on_frame();
@@ -201,7 +224,10 @@ impl InboundReader {
                 length
             }
         };
-        Some(FrameStep { read: length, passed })
+        Some(FrameStep {
+            read: length,
+            passed,
+        })
     }
 
     /// The received part of the header block that begins here.
@@ -209,8 +235,11 @@ impl InboundReader {
         let mut at = 0;
         let mut stream = None;
         for _ in 0..BLOCK_FRAMES {
-            let Some(header) = FrameHeader::parse(&octets[at..]) else { return BlockExtent::Incomplete(at + HEADER) };
-            let continues = stream.is_none_or(|stream| header.kind == CONTINUATION && header.stream == stream);
+            let Some(header) = FrameHeader::parse(&octets[at..]) else {
+                return BlockExtent::Incomplete(at + HEADER);
+            };
+            let continues =
+                stream.is_none_or(|stream| header.kind == CONTINUATION && header.stream == stream);
             at += HEADER + header.length;
             if !continues {
                 return BlockExtent::Unreadable;
@@ -232,7 +261,11 @@ impl InboundReader {
 
 /// The position in a frame of an oversized header block of which `rest` octets are missing.
 fn oversized_after(rest: usize) -> ReadPosition {
-    if rest == 0 { ReadPosition::Oversized } else { ReadPosition::OversizedFrame(rest) }
+    if rest == 0 {
+        ReadPosition::Oversized
+    } else {
+        ReadPosition::OversizedFrame(rest)
+    }
 }
 
 /// Octets that were read, and how many of them pass.
@@ -265,7 +298,11 @@ impl<'a> HeaderBlock<'a> {
             let (frame, rest) = octets.split_at(HEADER + header.length);
             octets = rest;
             if header.kind == CONTINUATION {
-                frames.push(BlockFrame { head: &frame[..HEADER], fragment: &frame[HEADER..], padding: &[] });
+                frames.push(BlockFrame {
+                    head: &frame[..HEADER],
+                    fragment: &frame[HEADER..],
+                    padding: &[],
+                });
                 continue;
             }
             let mut start = HEADER;
@@ -276,15 +313,27 @@ impl<'a> HeaderBlock<'a> {
             }
             if header.has(PRIORITY) {
                 let dependency = frame.get(start..start + 5).ok_or(BlockError)?;
-                if u32::from_be_bytes([dependency[0] & 0x7f, dependency[1], dependency[2], dependency[3]])
-                    == header.stream
+                if u32::from_be_bytes([
+                    dependency[0] & 0x7f,
+                    dependency[1],
+                    dependency[2],
+                    dependency[3],
+                ]) == header.stream
                 {
                     return Ok(None);
                 }
                 start += 5;
             }
-            let end = frame.len().checked_sub(padding).filter(|&end| end >= start).ok_or(BlockError)?;
-            frames.push(BlockFrame { head: &frame[..start], fragment: &frame[start..end], padding: &frame[end..] });
+            let end = frame
+                .len()
+                .checked_sub(padding)
+                .filter(|&end| end >= start)
+                .ok_or(BlockError)?;
+            frames.push(BlockFrame {
+                head: &frame[..start],
+                fragment: &frame[start..end],
+                padding: &frame[end..],
+            });
         }
         Ok(Some(Self { frames }))
     }
@@ -292,7 +341,11 @@ impl<'a> HeaderBlock<'a> {
     fn fragments(&self) -> Cow<'a, [u8]> {
         match &*self.frames {
             [frame] => Cow::Borrowed(frame.fragment),
-            frames => frames.iter().flat_map(|frame| frame.fragment).copied().collect(),
+            frames => frames
+                .iter()
+                .flat_map(|frame| frame.fragment)
+                .copied()
+                .collect(),
         }
     }
 

@@ -35,7 +35,12 @@ pub(crate) struct OutboundReader {
 
 impl OutboundReader {
     /// Reads octets that have been sent.
-    pub(crate) fn read(&mut self, mut octets: &[u8], streams: &mut OpenStreams, mut on_error: impl FnMut(SentError)) {
+    pub(crate) fn read(
+        &mut self,
+        mut octets: &[u8],
+        streams: &mut OpenStreams,
+        mut on_error: impl FnMut(SentError),
+    ) {
         while !octets.is_empty() {
             let skipped = self.rest.min(octets.len());
             self.rest -= skipped;
@@ -57,8 +62,16 @@ impl OutboundReader {
     /// Octets of the frame that are kept.
     fn wanted(&self) -> usize {
         match FrameHeader::parse(&self.head) {
-            Some(FrameHeader { kind: RST_STREAM, length, .. }) => HEADER + length.min(4),
-            Some(FrameHeader { kind: GOAWAY, length, .. }) => HEADER + length.min(8),
+            Some(FrameHeader {
+                kind: RST_STREAM,
+                length,
+                ..
+            }) => HEADER + length.min(4),
+            Some(FrameHeader {
+                kind: GOAWAY,
+                length,
+                ..
+            }) => HEADER + length.min(8),
             _ => HEADER,
         }
     }
@@ -84,7 +97,10 @@ fn on_frame(header: FrameHeader, payload: &[u8], streams: &mut OpenStreams) -> O
 
 fn sent_error(scope: ErrorScope, payload: &[u8]) -> Option<SentError> {
     let code = u32::from_be_bytes(*payload.last_chunk()?);
-    (!HARMLESS.contains(&code)).then(|| SentError { scope, reason: reason(code) })
+    (!HARMLESS.contains(&code)).then(|| SentError {
+        scope,
+        reason: reason(code),
+    })
 }
 
 /// The names of RFC 9113, section 7.
@@ -124,7 +140,12 @@ mod tests {
             frame(RST_STREAM, 0, 3, &[0, 0, 0, 1]),
             frame(RST_STREAM, 0, 5, &[0, 0, 0, 8]),
             frame(HEADERS, END_STREAM | 4, 1, b"trailers"),
-            frame(GOAWAY, 0, 0, &[0, 0, 0, 7, 0, 0, 0, 11, b'c', b'a', b'l', b'm']),
+            frame(
+                GOAWAY,
+                0,
+                0,
+                &[0, 0, 0, 7, 0, 0, 0, 11, b'c', b'a', b'l', b'm'],
+            ),
             frame(GOAWAY, 0, 0, &[0, 0, 0, 7, 0, 0, 0, 0]),
         ]
         .concat();
@@ -139,8 +160,14 @@ mod tests {
                 reader.read(piece, &mut streams, |error| errors.push(error));
             }
             let expected = [
-                SentError { scope: ErrorScope::Stream, reason: "protocol_error" },
-                SentError { scope: ErrorScope::Connection, reason: "enhance_your_calm" },
+                SentError {
+                    scope: ErrorScope::Stream,
+                    reason: "protocol_error",
+                },
+                SentError {
+                    scope: ErrorScope::Connection,
+                    reason: "enhance_your_calm",
+                },
             ];
             assert_eq!(errors, expected, "{size}");
             assert_eq!((streams.count(), streams.frames()), (1, 2), "{size}");

@@ -37,7 +37,11 @@ pub struct Http2Filter<S> {
 
 impl<S> Http2Filter<S> {
     /// A filter for a connection of which nothing has been read. Calls `on_error` for each error that the server sends.
-    pub fn new(io: S, limits: Http2Limits, on_error: impl FnMut(SentError) + Send + 'static) -> Self {
+    pub fn new(
+        io: S,
+        limits: Http2Limits,
+        on_error: impl FnMut(SentError) + Send + 'static,
+    ) -> Self {
         Self {
             io,
             inbound: InboundReader::new(limits.header_block),
@@ -90,7 +94,11 @@ impl<S> Http2Filter<S> {
 
 impl<S: AsyncRead + Unpin> Http2Filter<S> {
     /// Reads into the caller's buffer. Returns whether the caller has something to process: octets, or the end.
-    fn poll_direct(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<bool>> {
+    fn poll_direct(
+        &mut self,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<bool>> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
         let read = &mut buf.filled_mut()[before..];
@@ -116,7 +124,11 @@ impl<S: AsyncRead + Unpin> Http2Filter<S> {
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Http2Filter<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if buf.remaining() == 0 {
             return Poll::Ready(Ok(()));
@@ -127,7 +139,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Http2Filter<S> {
                 return Poll::Ready(Ok(()));
             }
             if this.inbound.is_oversized() {
-                return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, "oversized HTTP/2 header block")));
+                return Poll::Ready(Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "oversized HTTP/2 header block",
+                )));
             }
             if this.inbound.is_holding() {
                 ready!(this.poll_missing(cx))?;
@@ -139,10 +154,15 @@ impl<S: AsyncRead + Unpin> AsyncRead for Http2Filter<S> {
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Http2Filter<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        octets: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let written = ready!(Pin::new(&mut this.io).poll_write(cx, octets))?;
-        this.outbound.read(&octets[..written], &mut this.streams, &mut this.on_error);
+        this.outbound
+            .read(&octets[..written], &mut this.streams, &mut this.on_error);
         Poll::Ready(Ok(written))
     }
 
@@ -156,7 +176,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Http2Filter<S> {
         let mut rest = written;
         for slice in slices {
             let length = slice.len().min(rest);
-            this.outbound.read(&slice[..length], &mut this.streams, &mut this.on_error);
+            this.outbound
+                .read(&slice[..length], &mut this.streams, &mut this.on_error);
             rest -= length;
         }
         Poll::Ready(Ok(written))

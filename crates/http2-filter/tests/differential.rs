@@ -37,12 +37,23 @@ struct Script {
 
 impl Script {
     fn new(input: &[u8], pieces: Vec<usize>, ends: bool) -> Self {
-        Self { input: input.to_vec(), at: 0, pieces, reads: 0, ends, output: Vec::new() }
+        Self {
+            input: input.to_vec(),
+            at: 0,
+            pieces,
+            reads: 0,
+            ends,
+            output: Vec::new(),
+        }
     }
 }
 
 impl AsyncRead for Script {
-    fn poll_read(mut self: Pin<&mut Self>, _: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if self.at == self.input.len() && !self.ends {
             return Poll::Pending;
         }
@@ -56,7 +67,11 @@ impl AsyncRead for Script {
 }
 
 impl AsyncWrite for Script {
-    fn poll_write(mut self: Pin<&mut Self>, _: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        octets: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.output.extend_from_slice(octets);
         Poll::Ready(Ok(octets.len()))
     }
@@ -84,26 +99,40 @@ impl Outcome {
     }
 
     fn closes_connection(&self) -> bool {
-        self.errors.iter().any(|(kind, _, code)| *kind == 7 && *code != 0)
+        self.errors
+            .iter()
+            .any(|(kind, _, code)| *kind == 7 && *code != 0)
     }
 }
 
 /// Runs `h2` on a connection to its end.
-fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(io: S, output: impl FnOnce(S) -> Vec<u8>) -> Outcome {
+fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(
+    io: S,
+    output: impl FnOnce(S) -> Vec<u8>,
+) -> Outcome {
     let mut context = Context::from_waker(Waker::noop());
     let mut requests = Vec::new();
     let shared = Shared(std::rc::Rc::new(std::cell::RefCell::new(io)));
     {
         let mut builder = server::Builder::new();
-        builder.max_frame_size(FRAME_LIMIT).max_header_list_size(HEADER_LIST);
+        builder
+            .max_frame_size(FRAME_LIMIT)
+            .max_header_list_size(HEADER_LIST);
         let mut handshake = pin!(builder.handshake::<_, Bytes>(shared.clone()));
         if let Poll::Ready(Ok(mut connection)) = handshake.as_mut().poll(&mut context) {
             for _ in 0..10_000 {
                 match connection.poll_accept(&mut context) {
                     Poll::Ready(Some(Ok((request, mut respond)))) => {
-                        let headers: BTreeSet<_> =
-                            request.headers().iter().map(|(name, value)| format!("{name}={value:?}")).collect();
-                        requests.push(format!("{} {} {headers:?}", request.method(), request.uri()));
+                        let headers: BTreeSet<_> = request
+                            .headers()
+                            .iter()
+                            .map(|(name, value)| format!("{name}={value:?}"))
+                            .collect();
+                        requests.push(format!(
+                            "{} {} {headers:?}",
+                            request.method(),
+                            request.uri()
+                        ));
                         let _sent = respond.send_response(Response::new(()), true);
                     }
                     Poll::Ready(Some(Err(_)) | None) => break,
@@ -114,7 +143,10 @@ fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(io: S, output: impl FnOnce
         }
     }
     let io = std::rc::Rc::into_inner(shared.0).unwrap().into_inner();
-    Outcome { requests, errors: errors(&output(io)) }
+    Outcome {
+        requests,
+        errors: errors(&output(io)),
+    }
 }
 
 /// A connection that outlives its server.
@@ -127,13 +159,21 @@ impl<S> Clone for Shared<S> {
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Shared<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut *self.0.borrow_mut()).poll_read(cx, buf)
     }
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Shared<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        octets: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut *self.0.borrow_mut()).poll_write(cx, octets)
     }
 
@@ -149,7 +189,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Shared<S> {
 fn errors(mut output: &[u8]) -> BTreeSet<(u8, u32, u32)> {
     let mut errors = BTreeSet::new();
     while let [l0, l1, l2, kind, _, s0, s1, s2, s3, rest @ ..] = output {
-        let (payload, next) = rest.split_at((u32::from_be_bytes([0, *l0, *l1, *l2]) as usize).min(rest.len()));
+        let (payload, next) =
+            rest.split_at((u32::from_be_bytes([0, *l0, *l1, *l2]) as usize).min(rest.len()));
         let code_at = match kind {
             3 => Some(0),
             7 => Some(4),
@@ -171,7 +212,9 @@ fn has_reset(input: &[u8]) -> bool {
         if *kind == 3 {
             return true;
         }
-        rest = payload.get(u32::from_be_bytes([0, *l0, *l1, *l2]) as usize..).unwrap_or_default();
+        rest = payload
+            .get(u32::from_be_bytes([0, *l0, *l1, *l2]) as usize..)
+            .unwrap_or_default();
     }
     false
 }
@@ -186,9 +229,15 @@ fn filtered(input: &[u8], pieces: Vec<usize>) -> (Outcome, usize) {
     let script = Script::new(input, pieces, false);
     let reported = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let counter = reported.clone();
-    let filter = Http2Filter::new(script, Http2Limits { header_block: BLOCK_LIMIT }, move |_| {
-        counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    });
+    let filter = Http2Filter::new(
+        script,
+        Http2Limits {
+            header_block: BLOCK_LIMIT,
+        },
+        move |_| {
+            counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        },
+    );
     let outcome = serve(filter, |filter| filter.get_ref().output.clone());
     (outcome, reported.load(std::sync::atomic::Ordering::Relaxed))
 }
@@ -196,13 +245,23 @@ fn filtered(input: &[u8], pieces: Vec<usize>) -> (Outcome, usize) {
 /// The octets that the filter passes.
 fn passed(input: &[u8], pieces: Vec<usize>, ends: bool) -> Vec<u8> {
     let script = Script::new(input, pieces, ends);
-    let mut filter = Http2Filter::new(script, Http2Limits { header_block: BLOCK_LIMIT }, |_| {});
+    let mut filter = Http2Filter::new(
+        script,
+        Http2Limits {
+            header_block: BLOCK_LIMIT,
+        },
+        |_| {},
+    );
     let mut context = Context::from_waker(Waker::noop());
     let mut octets = Vec::new();
     let mut space = [0; 4096];
     loop {
         let mut buf = ReadBuf::new(&mut space);
-        if Pin::new(&mut filter).poll_read(&mut context, &mut buf).is_pending() || buf.filled().is_empty() {
+        if Pin::new(&mut filter)
+            .poll_read(&mut context, &mut buf)
+            .is_pending()
+            || buf.filled().is_empty()
+        {
             return octets;
         }
         octets.extend_from_slice(buf.filled());
@@ -269,12 +328,25 @@ const AUTHORITIES: [&str; 16] = [
     "user@host",
     "a",
 ];
-const VALUES: [&str; 8] =
-    ["a|b", "trailers", "/x/y", "http", "application/grpc", "", "0123456789abcdef0123456789abcdef", "GET"];
+const VALUES: [&str; 8] = [
+    "a|b",
+    "trailers",
+    "/x/y",
+    "http",
+    "application/grpc",
+    "",
+    "0123456789abcdef0123456789abcdef",
+    "GET",
+];
 
 impl Generator {
     fn new(seed: u64) -> Self {
-        Self { random: SmallRng::seed_from_u64(seed), input: Vec::new(), twin: Vec::new(), has_unread_block: false }
+        Self {
+            random: SmallRng::seed_from_u64(seed),
+            input: Vec::new(),
+            twin: Vec::new(),
+            has_unread_block: false,
+        }
     }
 
     fn one_in(&mut self, n: u32) -> bool {
@@ -317,12 +389,20 @@ impl Generator {
     fn block(&mut self) -> BlockVersions {
         let mut block = BlockVersions::default();
         if self.one_in(20) {
-            let size =
-                [&[0x20][..], &[0x3f, 0xe1, 0x1f], &[0x3f, 0x45], &[0x3f, 0xe2, 0x1f]][self.random.random_range(0..4)];
+            let size = [
+                &[0x20][..],
+                &[0x3f, 0xe1, 0x1f],
+                &[0x3f, 0x45],
+                &[0x3f, 0xe2, 0x1f],
+            ][self.random.random_range(0..4)];
             block.extend(size);
         }
         // What every request has, so that most of them are accepted.
-        let ordinary: &[u8] = if self.one_in(30) { &[0x82] } else { &[0x83, 0x86, 0x84] };
+        let ordinary: &[u8] = if self.one_in(30) {
+            &[0x82]
+        } else {
+            &[0x83, 0x86, 0x84]
+        };
         block.extend(ordinary);
         if !self.one_in(4) {
             let name = if self.one_in(3) { None } else { Some(1) };
@@ -330,12 +410,18 @@ impl Generator {
         }
         for _ in 0..self.random.random_range(0..4) {
             if self.one_in(3) {
-                let index =
-                    if self.one_in(3) { 62 + self.random.random_range(0..6) } else { self.random.random_range(15..62) };
+                let index = if self.one_in(3) {
+                    62 + self.random.random_range(0..6)
+                } else {
+                    self.random.random_range(15..62)
+                };
                 block.extend(&[0x80 | index]);
             } else if self.one_in(6) {
-                let index =
-                    if self.one_in(2) { 62 + self.random.random_range(0..4) } else { self.random.random_range(1..62) };
+                let index = if self.one_in(2) {
+                    62 + self.random.random_range(0..4)
+                } else {
+                    self.random.random_range(1..62)
+                };
                 self.field(&mut block, "", Some(index));
             } else {
                 let name = NAMES[self.random.random_range(0..NAMES.len())];
@@ -348,19 +434,33 @@ impl Generator {
     /// A literal field. The name that an index of the dynamic table stands for is not known here, so such a field has a value that no
     /// normalization changes.
     fn field(&mut self, block: &mut BlockVersions, name: &str, index: Option<u8>) {
-        let (prefix, first) =
-            [(6, 0x40), (4, 0x00), (4, 0x10)][if self.one_in(2) { 0 } else { self.random.random_range(0..3) }];
+        let (prefix, first) = [(6, 0x40), (4, 0x00), (4, 0x10)][if self.one_in(2) {
+            0
+        } else {
+            self.random.random_range(0..3)
+        }];
         let is_authority = name == ":authority" || index == Some(1);
         let value = match index {
             Some(62..) => "plain",
             _ if is_authority => AUTHORITIES[self.random.random_range(0..AUTHORITIES.len())],
             _ => VALUES[self.random.random_range(0..VALUES.len())],
         };
-        let value = if self.one_in(40) { value.repeat(self.random.random_range(1..90)) } else { value.to_owned() };
+        let value = if self.one_in(40) {
+            value.repeat(self.random.random_range(1..90))
+        } else {
+            value.to_owned()
+        };
         let huffman = (self.one_in(2), self.one_in(2));
         for (block, value) in [
             (&mut block.input, value.as_str()),
-            (&mut block.twin, &*if is_authority { normalize_authority(&value) } else { value.as_str().into() }),
+            (
+                &mut block.twin,
+                &*if is_authority {
+                    normalize_authority(&value)
+                } else {
+                    value.as_str().into()
+                },
+            ),
         ] {
             match index {
                 Some(index) => integer(block, first, prefix, usize::from(index)),
@@ -375,19 +475,29 @@ impl Generator {
 
     fn headers(&mut self, stream: u32) {
         let block = self.block();
-        let priority = self.one_in(6).then(|| [0, 0, 0, if self.one_in(4) { stream as u8 } else { 0 }, 16]);
+        let priority = self
+            .one_in(6)
+            .then(|| [0, 0, 0, if self.one_in(4) { stream as u8 } else { 0 }, 16]);
         self.has_unread_block |= priority.is_some_and(|priority| u32::from(priority[3]) == stream);
         let padding = self.one_in(6).then(|| self.random.random_range(0..40_u8));
         let cuts: Vec<f64> = if self.one_in(4) {
-            (0..self.random.random_range(1..4)).map(|_| self.random.random()).collect()
+            (0..self.random.random_range(1..4))
+                .map(|_| self.random.random())
+                .collect()
         } else {
             Vec::new()
         };
         let end_stream = u8::from(self.one_in(2));
-        let mut ends: Vec<_> =
-            cuts.iter().map(|cut| (cut * block.input.len() as f64) as usize).chain([block.input.len()]).collect();
+        let mut ends: Vec<_> = cuts
+            .iter()
+            .map(|cut| (cut * block.input.len() as f64) as usize)
+            .chain([block.input.len()])
+            .collect();
         ends.sort_unstable();
-        for (output, block) in [(&mut self.input, &block.input), (&mut self.twin, &block.twin)] {
+        for (output, block) in [
+            (&mut self.input, &block.input),
+            (&mut self.twin, &block.twin),
+        ] {
             // The frames keep their lengths as long as the block reaches.
             let ends: Vec<_> = ends.iter().map(|end| block.len().min(*end)).collect();
             let mut payload = Vec::new();
@@ -395,8 +505,15 @@ impl Generator {
             payload.extend(priority.into_iter().flatten());
             payload.extend_from_slice(&block[..ends[0]]);
             payload.extend(vec![0; usize::from(padding.unwrap_or(0))]);
-            let flags = end_stream | if padding.is_some() { 8 } else { 0 } | if priority.is_some() { 0x20 } else { 0 };
-            output.extend(frame(1, flags | if ends.len() == 1 { 4 } else { 0 }, stream, &payload));
+            let flags = end_stream
+                | if padding.is_some() { 8 } else { 0 }
+                | if priority.is_some() { 0x20 } else { 0 };
+            output.extend(frame(
+                1,
+                flags | if ends.len() == 1 { 4 } else { 0 },
+                stream,
+                &payload,
+            ));
             for (at, pair) in ends.windows(2).enumerate() {
                 let flags = if at + 2 == ends.len() { 4 } else { 0 };
                 output.extend(frame(9, flags, stream, &block[pair[0]..pair[1]]));
@@ -445,7 +562,10 @@ fn string(block: &mut Vec<u8>, text: &str, huffman: bool) {
     block.extend(octets);
 }
 
-#[expect(clippy::disallowed_methods, reason = "a test is configured by the environment")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a test is configured by the environment"
+)]
 fn variable(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
@@ -466,10 +586,21 @@ fn filtered_connection_is_answered_like_its_normalized_twin() {
             "seed {seed}, reads of {pieces:?}:\n{:x?}\n{:x?}",
             generator.input, generator.twin
         );
-        assert_eq!(reported > 0, outcome.errors.iter().any(|(_, _, code)| ![0, 8].contains(code)), "seed {seed}");
+        assert_eq!(
+            reported > 0,
+            outcome
+                .errors
+                .iter()
+                .any(|(_, _, code)| ![0, 8].contains(code)),
+            "seed {seed}"
+        );
         if !expected.has_errors() && !generator.has_unread_block {
             // h2 reads every block, so the filter passes exactly the twin.
-            assert_eq!(passed(&generator.input, pieces, true), generator.twin, "seed {seed}");
+            assert_eq!(
+                passed(&generator.input, pieces, true),
+                generator.twin,
+                "seed {seed}"
+            );
         }
         counts[0] += expected.requests.len() as u64;
         counts[1] += u64::from(expected.has_errors());
@@ -509,7 +640,10 @@ fn mutated(seed: u64, generator: &mut Generator, accepted: &mut u64) {
     } else if !through.closes_connection() {
         // A stream that h2 now accepts may show an error of the client that the reset of the stream hid.
         let mut rest = through.requests.iter();
-        let found = outcome.requests.iter().all(|request| rest.any(|found| found == request));
+        let found = outcome
+            .requests
+            .iter()
+            .all(|request| rest.any(|found| found == request));
         assert!(found, "seed {seed}: {outcome:?} {through:?}\n{input:x?}");
     }
 }

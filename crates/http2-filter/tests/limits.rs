@@ -19,7 +19,13 @@ fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
 /// The octets that pass, and the error.
 async fn passed(frames: &[Vec<u8>]) -> (Vec<u8>, io::Result<usize>) {
     let input = [PREFACE, &frames.concat()].concat();
-    let mut filter = Http2Filter::new(&*input, Http2Limits { header_block: LIMIT }, |_| {});
+    let mut filter = Http2Filter::new(
+        &*input,
+        Http2Limits {
+            header_block: LIMIT,
+        },
+        |_| {},
+    );
     let mut octets = Vec::new();
     let ended = filter.read_to_end(&mut octets).await;
     (octets, ended)
@@ -30,14 +36,24 @@ async fn oversized_header_block_ends_the_connection() {
     let next = frame(0, 0, b"next");
     let blocks = [
         vec![frame(HEADERS, END_HEADERS, &[0x88; LIMIT])],
-        vec![frame(HEADERS, 0, &[0x88; LIMIT / 2]), frame(CONTINUATION, END_HEADERS, &[0x88; LIMIT / 2])],
-        [vec![frame(HEADERS, 0, &[])], vec![frame(CONTINUATION, 0, &[]); 200]].concat(),
+        vec![
+            frame(HEADERS, 0, &[0x88; LIMIT / 2]),
+            frame(CONTINUATION, END_HEADERS, &[0x88; LIMIT / 2]),
+        ],
+        [
+            vec![frame(HEADERS, 0, &[])],
+            vec![frame(CONTINUATION, 0, &[]); 200],
+        ]
+        .concat(),
     ];
     for block in blocks {
         let expected = [PREFACE, &block[0]].concat();
         let (octets, ended) = passed(&[block, vec![next.clone()]].concat()).await;
         assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::InvalidData);
-        assert_eq!(octets, expected, "h2 still receives the frame, which it may refuse");
+        assert_eq!(
+            octets, expected,
+            "h2 still receives the frame, which it may refuse"
+        );
     }
     let largest = [frame(HEADERS, END_HEADERS, &[0x88; LIMIT - 9]), next];
     let (octets, ended) = passed(&largest).await;

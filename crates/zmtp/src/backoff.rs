@@ -13,7 +13,11 @@ pub struct ReconnectBackoff {
 impl ReconnectBackoff {
     /// A back-off that doubles from `first` to `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
-        Self { first, longest, next: first }
+        Self {
+            first,
+            longest,
+            next: first,
+        }
     }
 
     /// Returns the pause before the next attempt. `jitter`, from 0 to 1, spreads it between 75 % and 125 %.
@@ -37,8 +41,19 @@ mod tests {
     fn pauses_double_up_to_the_longest_and_spread() {
         let millis = Duration::from_millis;
         let mut backoff = ReconnectBackoff::new(millis(100), millis(350));
-        let pauses: Vec<_> = [0.5, 0.0, 1.0, 0.5].into_iter().map(|jitter| backoff.next_pause(jitter)).collect();
-        assert_eq!(pauses, [millis(100), millis(150), Duration::from_micros(437_500), millis(350)]);
+        let pauses: Vec<_> = [0.5, 0.0, 1.0, 0.5]
+            .into_iter()
+            .map(|jitter| backoff.next_pause(jitter))
+            .collect();
+        assert_eq!(
+            pauses,
+            [
+                millis(100),
+                millis(150),
+                Duration::from_micros(437_500),
+                millis(350)
+            ]
+        );
         backoff.reset();
         assert_eq!(backoff.next_pause(0.5), millis(100));
     }

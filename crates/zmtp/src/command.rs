@@ -26,8 +26,11 @@ impl ZmtpCommand {
         match &name[..] {
             b"READY" => ready(body).ok_or(ProtocolError::MalformedCommand("READY")),
             b"ERROR" => {
-                let reason = take_short(&mut body).ok_or(ProtocolError::MalformedCommand("ERROR"))?;
-                Ok(ZmtpCommand::Error { reason: String::from_utf8_lossy(&reason).into_owned() })
+                let reason =
+                    take_short(&mut body).ok_or(ProtocolError::MalformedCommand("ERROR"))?;
+                Ok(ZmtpCommand::Error {
+                    reason: String::from_utf8_lossy(&reason).into_owned(),
+                })
             }
             b"PING" => {
                 if body.try_get_u16().is_err() || body.len() > CONTEXT {
@@ -87,23 +90,60 @@ mod tests {
 
     #[test]
     fn commands_are_decoded() {
-        let ready = |socket_type: &str| ZmtpCommand::Ready { socket_type: socket_type.to_owned() };
+        let ready = |socket_type: &str| ZmtpCommand::Ready {
+            socket_type: socket_type.to_owned(),
+        };
         let cases: [(&[u8], Result<ZmtpCommand, ProtocolError>); 12] = [
-            (b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00", Ok(ready("PUB"))),
-            (b"\x05READY\x0bsocket-type\x00\x00\x00\x04XPUB", Ok(ready("XPUB"))),
+            (
+                b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00",
+                Ok(ready("PUB")),
+            ),
+            (
+                b"\x05READY\x0bsocket-type\x00\x00\x00\x04XPUB",
+                Ok(ready("XPUB")),
+            ),
             (b"\x05READY", Ok(ready(""))),
-            (b"\x05READY\x0bSocket-Type\xff\xff\xff\xffPUB", Err(ProtocolError::MalformedCommand("READY"))),
-            (b"\x05READY\x0bSock", Err(ProtocolError::MalformedCommand("READY"))),
-            (b"\x05ERROR\x02no", Ok(ZmtpCommand::Error { reason: "no".to_owned() })),
-            (b"\x05ERROR\x09no", Err(ProtocolError::MalformedCommand("ERROR"))),
-            (b"\x04PING\x00\x01abc", Ok(ZmtpCommand::Ping { context: Bytes::from_static(b"abc") })),
-            (b"\x04PING\x00", Err(ProtocolError::MalformedCommand("PING"))),
-            (b"\x04PING\x00\x0112345678901234567", Err(ProtocolError::MalformedCommand("PING"))),
+            (
+                b"\x05READY\x0bSocket-Type\xff\xff\xff\xffPUB",
+                Err(ProtocolError::MalformedCommand("READY")),
+            ),
+            (
+                b"\x05READY\x0bSock",
+                Err(ProtocolError::MalformedCommand("READY")),
+            ),
+            (
+                b"\x05ERROR\x02no",
+                Ok(ZmtpCommand::Error {
+                    reason: "no".to_owned(),
+                }),
+            ),
+            (
+                b"\x05ERROR\x09no",
+                Err(ProtocolError::MalformedCommand("ERROR")),
+            ),
+            (
+                b"\x04PING\x00\x01abc",
+                Ok(ZmtpCommand::Ping {
+                    context: Bytes::from_static(b"abc"),
+                }),
+            ),
+            (
+                b"\x04PING\x00",
+                Err(ProtocolError::MalformedCommand("PING")),
+            ),
+            (
+                b"\x04PING\x00\x0112345678901234567",
+                Err(ProtocolError::MalformedCommand("PING")),
+            ),
             (b"\x04PONG", Ok(ZmtpCommand::Other)),
             (b"", Err(ProtocolError::MalformedCommand("unnamed"))),
         ];
         for (body, expected) in cases {
-            assert_eq!(ZmtpCommand::decode(Bytes::from_static(body)), expected, "{body:?}");
+            assert_eq!(
+                ZmtpCommand::decode(Bytes::from_static(body)),
+                expected,
+                "{body:?}"
+            );
         }
     }
 }

@@ -48,7 +48,11 @@ pub struct ZmtpConnection<S> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
     /// Performs the handshake on a stream.
-    pub async fn handshake(stream: S, session: ZmtpSession, timing: ConnectionTiming) -> Result<Self, ZmtpError> {
+    pub async fn handshake(
+        stream: S,
+        session: ZmtpSession,
+        timing: ConnectionTiming,
+    ) -> Result<Self, ZmtpError> {
         let now = Instant::now();
         let mut connection = Self {
             stream,
@@ -141,7 +145,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
             }
             Ok(self.stream.flush().await?)
         });
-        written.await.map_err(|_| ZmtpError::HeartbeatTimeout(self.timing.silence))?
+        written
+            .await
+            .map_err(|_| ZmtpError::HeartbeatTimeout(self.timing.silence))?
     }
 }
 

@@ -19,7 +19,9 @@ impl DealerSocket {
     pub async fn connect(endpoint: &ZmtpEndpoint, config: SocketConfig) -> Result<Self, ZmtpError> {
         let stream = transport::connect(endpoint, config.timing.connect).await?;
         let session = ZmtpSession::new(SocketRole::Dealer, config.limits);
-        Ok(Self { connection: ZmtpConnection::handshake(stream, session, config.timing).await? })
+        Ok(Self {
+            connection: ZmtpConnection::handshake(stream, session, config.timing).await?,
+        })
     }
 
     /// Sends a message.

@@ -29,10 +29,15 @@ impl FromStr for ZmtpEndpoint {
     type Err = ZmtpError;
 
     fn from_str(text: &str) -> Result<Self, ZmtpError> {
-        let error = |problem| ZmtpError::Endpoint { endpoint: text.to_owned(), problem };
+        let error = |problem| ZmtpError::Endpoint {
+            endpoint: text.to_owned(),
+            problem,
+        };
         match text.split_once("://") {
             Some(("tcp", address)) => {
-                let port = address.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
+                let port = address
+                    .rsplit_once(':')
+                    .map(|(_, port)| port.parse::<u16>());
                 match port {
                     Some(Ok(_)) => Ok(ZmtpEndpoint::Tcp(address.to_owned())),
                     _ => Err(error("has no valid port")),
@@ -60,10 +65,24 @@ mod tests {
 
     #[test]
     fn endpoints_are_parsed_and_displayed() {
-        for text in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine.svc:1", "tcp://*:5557", "ipc:///run/e"] {
+        for text in [
+            "tcp://127.0.0.1:5557",
+            "tcp://[::1]:5557",
+            "tcp://engine.svc:1",
+            "tcp://*:5557",
+            "ipc:///run/e",
+        ] {
             assert_eq!(text.parse::<ZmtpEndpoint>().unwrap().to_string(), text);
         }
-        for text in ["tcp://host", "tcp://host:x", "tcp://host:70000", "ipc://", "ipc://*", "inproc://a", "host:1"] {
+        for text in [
+            "tcp://host",
+            "tcp://host:x",
+            "tcp://host:70000",
+            "ipc://",
+            "ipc://*",
+            "inproc://a",
+            "host:1",
+        ] {
             assert!(text.parse::<ZmtpEndpoint>().is_err(), "{text}");
         }
         assert_eq!(ZmtpEndpoint::bind_address("*:5557"), "0.0.0.0:5557");

@@ -60,7 +60,9 @@ impl ZmtpError {
             ZmtpError::ClosedInHandshake => "closed_in_handshake",
             ZmtpError::HeartbeatTimeout(_) => "heartbeat_timeout",
             ZmtpError::Protocol(
-                ProtocolError::MessageTooLarge(_) | ProtocolError::CommandTooLarge(_) | ProtocolError::TooManyFrames,
+                ProtocolError::MessageTooLarge(_)
+                | ProtocolError::CommandTooLarge(_)
+                | ProtocolError::TooManyFrames,
             ) => "too_large",
             ZmtpError::Protocol(_) => "protocol",
             ZmtpError::TooManyPublishers(_) => "too_many_publishers",

@@ -74,7 +74,10 @@ impl FrameKind {
     }
 }
 
-const HEADER: State = State::Header { bytes: [0; 9], received: 0 };
+const HEADER: State = State::Header {
+    bytes: [0; 9],
+    received: 0,
+};
 
 impl Default for FrameDecoder {
     fn default() -> Self {
@@ -98,7 +101,11 @@ impl FrameDecoder {
         }
         match &mut self.state {
             State::Header { .. } => Ok(None),
-            State::Body { kind, length, stored } => {
+            State::Body {
+                kind,
+                length,
+                stored,
+            } => {
                 let missing = *length - stored.len();
                 if stored.is_empty() && input.len() >= missing {
                     let frame = kind.frame(input.split_to(missing).freeze());
@@ -117,13 +124,17 @@ impl FrameDecoder {
                 Ok(Some(frame))
             }
             State::Skip { more, length, left } => {
-                let taken = usize::try_from(*left).map_or(input.len(), |left| left.min(input.len()));
+                let taken =
+                    usize::try_from(*left).map_or(input.len(), |left| left.min(input.len()));
                 input.advance(taken);
                 *left -= taken as u64;
                 if *left > 0 {
                     return Ok(None);
                 }
-                let frame = ZmtpFrame::Skipped { more: *more, length: *length };
+                let frame = ZmtpFrame::Skipped {
+                    more: *more,
+                    length: *length,
+                };
                 self.state = HEADER;
                 Ok(Some(frame))
             }
@@ -148,26 +159,43 @@ fn fill_header(bytes: &mut [u8; 9], received: &mut usize, input: &mut BytesMut) 
 
 fn header(bytes: &[u8; 9]) -> (u8, u64) {
     let [flags, short, ..] = *bytes;
-    let length = if flags & LONG != 0 { (&bytes[1..]).get_u64() } else { u64::from(short) };
+    let length = if flags & LONG != 0 {
+        (&bytes[1..]).get_u64()
+    } else {
+        u64::from(short)
+    };
     (flags, length)
 }
 
 /// Decides what to do with a body of an announced length.
 fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, ProtocolError> {
-    if flags & !(MORE | LONG | IS_COMMAND) != 0 || flags & (MORE | IS_COMMAND) == MORE | IS_COMMAND {
+    if flags & !(MORE | LONG | IS_COMMAND) != 0 || flags & (MORE | IS_COMMAND) == MORE | IS_COMMAND
+    {
         return Err(ProtocolError::Flags(flags));
     }
     let more = flags & MORE != 0;
     let (kind, room) = match accept {
-        _ if flags & IS_COMMAND != 0 && length > COMMAND => return Err(ProtocolError::CommandTooLarge(length)),
+        _ if flags & IS_COMMAND != 0 && length > COMMAND => {
+            return Err(ProtocolError::CommandTooLarge(length));
+        }
         _ if flags & IS_COMMAND != 0 => (FrameKind::Command, usize::MAX),
         AcceptedFrames::Commands => return Err(ProtocolError::EarlyMessage),
-        AcceptedFrames::Messages { skip, .. } if length > skip => return Err(ProtocolError::MessageTooLarge(length)),
+        AcceptedFrames::Messages { skip, .. } if length > skip => {
+            return Err(ProtocolError::MessageTooLarge(length));
+        }
         AcceptedFrames::Messages { room, .. } => (FrameKind::Part { more }, room),
     };
     Ok(match usize::try_from(length) {
-        Ok(length) if length <= room => State::Body { kind, length, stored: Vec::new() },
-        _ => State::Skip { more, length, left: length },
+        Ok(length) if length <= room => State::Body {
+            kind,
+            length,
+            stored: Vec::new(),
+        },
+        _ => State::Skip {
+            more,
+            length,
+            left: length,
+        },
     })
 }
 
@@ -175,7 +203,10 @@ fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, P
 fn grow(stored: &mut Vec<u8>, taken: usize, length: usize) {
     let needed = stored.len() + taken;
     if needed > stored.capacity() {
-        let capacity = needed.max(stored.capacity() * 2).max(SMALLEST_GROWTH).min(length);
+        let capacity = needed
+            .max(stored.capacity() * 2)
+            .max(SMALLEST_GROWTH)
+            .min(length);
         stored.reserve_exact(capacity - stored.len());
     }
 }
@@ -205,9 +236,15 @@ fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
 mod tests {
     use super::*;
 
-    const ROOMY: AcceptedFrames = AcceptedFrames::Messages { room: 1 << 20, skip: 1 << 24 };
+    const ROOMY: AcceptedFrames = AcceptedFrames::Messages {
+        room: 1 << 20,
+        skip: 1 << 24,
+    };
 
-    fn decode_all(mut pieces: Vec<BytesMut>, accept: AcceptedFrames) -> Result<Vec<ZmtpFrame>, ProtocolError> {
+    fn decode_all(
+        mut pieces: Vec<BytesMut>,
+        accept: AcceptedFrames,
+    ) -> Result<Vec<ZmtpFrame>, ProtocolError> {
         let mut decoder = FrameDecoder::default();
         let mut frames = Vec::new();
         for piece in &mut pieces {
@@ -220,22 +257,36 @@ mod tests {
     }
 
     fn part(more: bool, body: &[u8]) -> ZmtpFrame {
-        ZmtpFrame::Part { more, body: Bytes::copy_from_slice(body) }
+        ZmtpFrame::Part {
+            more,
+            body: Bytes::copy_from_slice(body),
+        }
     }
 
     #[test]
     fn frames_of_every_size_survive_every_split() {
         for length in [0, 1, 255, 256, 70_000] {
-            let body: Vec<u8> = (0..length).map(|at| u8::try_from(at % 251).unwrap()).collect();
+            let body: Vec<u8> = (0..length)
+                .map(|at| u8::try_from(at % 251).unwrap())
+                .collect();
             let mut wire = BytesMut::new();
             put_part(&mut wire, &body, true);
             put_command(&mut wire, b"\x04PONG");
             put_part(&mut wire, b"end", false);
-            let expected =
-                || vec![part(true, &body), ZmtpFrame::Command(Bytes::from_static(b"\x04PONG")), part(false, b"end")];
+            let expected = || {
+                vec![
+                    part(true, &body),
+                    ZmtpFrame::Command(Bytes::from_static(b"\x04PONG")),
+                    part(false, b"end"),
+                ]
+            };
             for size in [1, 2, 3, 9, 1000, wire.len()] {
                 let pieces = wire.chunks(size).map(BytesMut::from).collect();
-                assert_eq!(decode_all(pieces, ROOMY), Ok(expected()), "{length} in pieces of {size}");
+                assert_eq!(
+                    decode_all(pieces, ROOMY),
+                    Ok(expected()),
+                    "{length} in pieces of {size}"
+                );
             }
         }
     }
@@ -244,9 +295,14 @@ mod tests {
     fn announced_length_allocates_nothing() {
         let mut decoder = FrameDecoder::default();
         let mut header = BytesMut::from(&[LONG, 0, 0, 0, 0, 0x40, 0, 0, 0, 7][..]);
-        let accept = AcceptedFrames::Messages { room: 1 << 40, skip: 1 << 41 };
+        let accept = AcceptedFrames::Messages {
+            room: 1 << 40,
+            skip: 1 << 41,
+        };
         assert_eq!(decoder.decode(&mut header, accept), Ok(None));
-        let State::Body { stored, length, .. } = decoder.state else { panic!("a body is expected") };
+        let State::Body { stored, length, .. } = decoder.state else {
+            panic!("a body is expected")
+        };
         assert_eq!((stored.len(), length), (1, 1 << 30));
         assert!(stored.capacity() <= SMALLEST_GROWTH);
     }
@@ -257,14 +313,24 @@ mod tests {
         let length: u64 = 1 << 22;
         let mut header = BytesMut::from(&[LONG][..]);
         header.put_u64(length);
-        let accept = AcceptedFrames::Messages { room: 1 << 22, skip: 1 << 22 };
+        let accept = AcceptedFrames::Messages {
+            room: 1 << 22,
+            skip: 1 << 22,
+        };
         assert_eq!(decoder.decode(&mut header, accept), Ok(None));
         for _ in 1..(length / 1024) {
-            assert_eq!(decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept), Ok(None));
-            let State::Body { stored, .. } = &decoder.state else { panic!("a body is expected") };
+            assert_eq!(
+                decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept),
+                Ok(None)
+            );
+            let State::Body { stored, .. } = &decoder.state else {
+                panic!("a body is expected")
+            };
             assert!(stored.capacity() <= (stored.len() * 2).max(SMALLEST_GROWTH));
         }
-        let Ok(Some(ZmtpFrame::Part { body, .. })) = decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept) else {
+        let Ok(Some(ZmtpFrame::Part { body, .. })) =
+            decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept)
+        else {
             panic!("the frame is complete")
         };
         assert_eq!(body.len() as u64, length);
@@ -275,9 +341,21 @@ mod tests {
         let mut wire = BytesMut::new();
         put_part(&mut wire, &[1; 300], true);
         put_part(&mut wire, b"after", false);
-        let accept = AcceptedFrames::Messages { room: 299, skip: 300 };
-        let expected = vec![ZmtpFrame::Skipped { more: true, length: 300 }, part(false, b"after")];
-        assert_eq!(decode_all(wire.chunks(7).map(BytesMut::from).collect(), accept), Ok(expected));
+        let accept = AcceptedFrames::Messages {
+            room: 299,
+            skip: 300,
+        };
+        let expected = vec![
+            ZmtpFrame::Skipped {
+                more: true,
+                length: 300,
+            },
+            part(false, b"after"),
+        ];
+        assert_eq!(
+            decode_all(wire.chunks(7).map(BytesMut::from).collect(), accept),
+            Ok(expected)
+        );
     }
 
     #[test]
@@ -285,9 +363,21 @@ mod tests {
         let cases: [(&[u8], AcceptedFrames, ProtocolError); 5] = [
             (&[0x08, 0], ROOMY, ProtocolError::Flags(8)),
             (&[IS_COMMAND | MORE, 0], ROOMY, ProtocolError::Flags(5)),
-            (&[0, 1], AcceptedFrames::Commands, ProtocolError::EarlyMessage),
-            (&[LONG, 0x40, 0, 0, 0, 0, 0, 0, 0], ROOMY, ProtocolError::MessageTooLarge(1 << 62)),
-            (&[LONG | IS_COMMAND, 0, 0, 0, 0, 0, 1, 0, 0], ROOMY, ProtocolError::CommandTooLarge(1 << 16)),
+            (
+                &[0, 1],
+                AcceptedFrames::Commands,
+                ProtocolError::EarlyMessage,
+            ),
+            (
+                &[LONG, 0x40, 0, 0, 0, 0, 0, 0, 0],
+                ROOMY,
+                ProtocolError::MessageTooLarge(1 << 62),
+            ),
+            (
+                &[LONG | IS_COMMAND, 0, 0, 0, 0, 0, 1, 0, 0],
+                ROOMY,
+                ProtocolError::CommandTooLarge(1 << 16),
+            ),
         ];
         for (header, accept, error) in cases {
             assert_eq!(decode_all(vec![BytesMut::from(header)], accept), Err(error));

@@ -30,7 +30,10 @@ pub(crate) struct GreetingDecoder {
 
 impl Default for GreetingDecoder {
     fn default() -> Self {
-        Self { bytes: [0; LENGTH], received: 0 }
+        Self {
+            bytes: [0; LENGTH],
+            received: 0,
+        }
     }
 }
 
@@ -45,7 +48,9 @@ impl GreetingDecoder {
         let received = &self.bytes[..self.received];
         // The eight bytes in between are padding with any content.
         let is_signature = received.first().is_none_or(|first| *first == 0xff)
-            && received.get(SIGNATURE_LENGTH - 1).is_none_or(|last| last & 1 == 1);
+            && received
+                .get(SIGNATURE_LENGTH - 1)
+                .is_none_or(|last| last & 1 == 1);
         if !is_signature {
             return Err(ProtocolError::Signature);
         }
@@ -55,12 +60,21 @@ impl GreetingDecoder {
         if received.len() < LENGTH {
             return Ok(None);
         }
-        let mechanism = received[MECHANISM].split(|byte| *byte == 0).next().unwrap_or_default();
+        let mechanism = received[MECHANISM]
+            .split(|byte| *byte == 0)
+            .next()
+            .unwrap_or_default();
         if mechanism != b"NULL" {
-            return Err(ProtocolError::Mechanism(String::from_utf8_lossy(mechanism).into_owned()));
+            return Err(ProtocolError::Mechanism(
+                String::from_utf8_lossy(mechanism).into_owned(),
+            ));
         }
         // A later major version falls back to ours.
-        Ok(Some(if received[MAJOR] > 3 { 1 } else { received[MINOR] }))
+        Ok(Some(if received[MAJOR] > 3 {
+            1
+        } else {
+            received[MINOR]
+        }))
     }
 }
 
@@ -80,17 +94,30 @@ mod tests {
         }
         let mut rest = BytesMut::from(&[0, 7][..]);
         assert_eq!(decoder.decode(&mut rest), Ok(Some(1)));
-        assert_eq!(&rest[..], [7], "the byte after the greeting is not consumed");
+        assert_eq!(
+            &rest[..],
+            [7],
+            "the byte after the greeting is not consumed"
+        );
     }
 
     #[test]
     fn greeting_errors_are_found_at_the_first_wrong_byte() {
         assert_eq!(decode(b"GET / HTTP/1.1"), Err(ProtocolError::Signature));
-        assert_eq!(decode(&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7e]), Err(ProtocolError::Signature));
-        assert_eq!(decode(&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 1]), Err(ProtocolError::Version(1)));
+        assert_eq!(
+            decode(&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7e]),
+            Err(ProtocolError::Signature)
+        );
+        assert_eq!(
+            decode(&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 1]),
+            Err(ProtocolError::Version(1))
+        );
         let mut curve = greeting();
         curve[MECHANISM][..5].copy_from_slice(b"CURVE");
-        assert_eq!(decode(&curve), Err(ProtocolError::Mechanism("CURVE".to_owned())));
+        assert_eq!(
+            decode(&curve),
+            Err(ProtocolError::Mechanism("CURVE".to_owned()))
+        );
         for (major, minor, expected) in [(3, 0, 0), (3, 1, 1), (4, 0, 1)] {
             let mut other = greeting();
             other[MAJOR..=MINOR].copy_from_slice(&[major, minor]);

@@ -97,16 +97,26 @@ impl PublisherListener {
         let session = session(&self.topic, self.config);
         let timing = self.config.timing;
         let peer = address.clone();
-        let handshake =
-            self.handshakes.spawn(async move { (peer, ZmtpConnection::handshake(stream, session, timing).await) });
+        let handshake = self.handshakes.spawn(async move {
+            (
+                peer,
+                ZmtpConnection::handshake(stream, session, timing).await,
+            )
+        });
         self.oldest.push_back((handshake, address));
     }
 
     /// Removes the handshake that a new one of this host replaces.
     fn take_replaceable_handshake(&mut self, new: &str) -> Option<(AbortHandle, String)> {
         let host_at = |at: usize| host(&self.oldest[at].1);
-        let count = |of: &str| (0..self.oldest.len()).filter(|&at| host_at(at) == of).count() + usize::from(of == new);
-        let replaceable = (0..self.oldest.len()).max_by_key(|&at| (count(host_at(at)), Reverse(at)))?;
+        let count = |of: &str| {
+            (0..self.oldest.len())
+                .filter(|&at| host_at(at) == of)
+                .count()
+                + usize::from(of == new)
+        };
+        let replaceable =
+            (0..self.oldest.len()).max_by_key(|&at| (count(host_at(at)), Reverse(at)))?;
         self.oldest.remove(replaceable)
     }
 
@@ -147,7 +157,11 @@ impl PublisherListener {
         let (last_message_tx, last_message) = watch::channel(Instant::now());
         let (active, mut replaced) = watch::channel(());
         let task = self.publishers.spawn(async move {
-            if events.send(SubEvent::Connected { publisher, address }).await.is_err() {
+            if events
+                .send(SubEvent::Connected { publisher, address })
+                .await
+                .is_err()
+            {
                 return;
             }
             let error = tokio::select! {
@@ -157,7 +171,11 @@ impl PublisherListener {
             };
             report_end(publisher, error, &events).await;
         });
-        self.active.push(ActivePublisher { task: task.id(), last_message, _active: active });
+        self.active.push(ActivePublisher {
+            task: task.id(),
+            last_message,
+            _active: active,
+        });
     }
 
     async fn accept_failed(&self, error: io::Error) {

@@ -21,7 +21,10 @@ pub struct MessageLimits {
 
 impl Default for MessageLimits {
     fn default() -> Self {
-        Self { message: 64 << 20, frames: 16 }
+        Self {
+            message: 64 << 20,
+            frames: 16,
+        }
     }
 }
 
@@ -122,21 +125,30 @@ impl ZmtpSession {
         loop {
             match &mut self.phase {
                 SessionPhase::Greeting(decoder) => {
-                    let Some(minor) = decoder.decode(input)? else { return Ok(None) };
-                    put_command(&mut self.output, &command::ready_body(self.role.socket_type()));
+                    let Some(minor) = decoder.decode(input)? else {
+                        return Ok(None);
+                    };
+                    put_command(
+                        &mut self.output,
+                        &command::ready_body(self.role.socket_type()),
+                    );
                     self.phase = SessionPhase::Handshake { minor };
                 }
                 SessionPhase::Handshake { minor } => {
                     let minor = *minor;
                     return match self.decoder.decode(input, AcceptedFrames::Commands)? {
                         Some(ZmtpFrame::Command(body)) => self.ready(minor, body).map(Some),
-                        Some(ZmtpFrame::Part { .. } | ZmtpFrame::Skipped { .. }) => Err(ProtocolError::EarlyMessage),
+                        Some(ZmtpFrame::Part { .. } | ZmtpFrame::Skipped { .. }) => {
+                            Err(ProtocolError::EarlyMessage)
+                        }
                         None => Ok(None),
                     };
                 }
                 SessionPhase::Traffic => {
                     let accept = self.assembly.accept(&self.limits);
-                    let Some(frame) = self.decoder.decode(input, accept)? else { return Ok(None) };
+                    let Some(frame) = self.decoder.decode(input, accept)? else {
+                        return Ok(None);
+                    };
                     if let Some(event) = self.traffic(frame)? {
                         return Ok(Some(event));
                     }
@@ -173,7 +185,10 @@ impl ZmtpSession {
             ZmtpCommand::Ping { .. } | ZmtpCommand::Other => return Err(ProtocolError::NotReady),
         };
         if !self.role.accepts(&peer) {
-            return Err(ProtocolError::SocketType { peer, ours: self.role.socket_type() });
+            return Err(ProtocolError::SocketType {
+                peer,
+                ours: self.role.socket_type(),
+            });
         }
         self.has_heartbeats = minor >= 1;
         if let SocketRole::Sub { topic } = &self.role {
@@ -189,7 +204,9 @@ impl ZmtpSession {
     fn traffic(&mut self, frame: ZmtpFrame) -> Result<Option<SessionEvent>, ProtocolError> {
         match frame {
             ZmtpFrame::Part { more, body } => self.assembly.part(more, body, &self.limits),
-            ZmtpFrame::Skipped { more, length } => self.assembly.skipped(more, length, &self.limits),
+            ZmtpFrame::Skipped { more, length } => {
+                self.assembly.skipped(more, length, &self.limits)
+            }
             // A command may stand between the frames of a message.
             ZmtpFrame::Command(body) => {
                 match ZmtpCommand::decode(body)? {
@@ -223,10 +240,18 @@ impl PartialMessage {
             None => usize::try_from(limit.saturating_sub(self.bytes)).unwrap_or(usize::MAX),
             Some(_) => 0,
         };
-        AcceptedFrames::Messages { room, skip: limit.saturating_mul(SKIPPED).saturating_sub(self.bytes) }
+        AcceptedFrames::Messages {
+            room,
+            skip: limit.saturating_mul(SKIPPED).saturating_sub(self.bytes),
+        }
     }
 
-    fn part(&mut self, more: bool, body: Bytes, limits: &MessageLimits) -> Result<Option<SessionEvent>, ProtocolError> {
+    fn part(
+        &mut self,
+        more: bool,
+        body: Bytes,
+        limits: &MessageLimits,
+    ) -> Result<Option<SessionEvent>, ProtocolError> {
         self.bytes += body.len() as u64;
         if self.oversize.is_none() && self.frames < limits.frames {
             self.parts.push(body);
@@ -250,7 +275,11 @@ impl PartialMessage {
         self.parts = Vec::new();
     }
 
-    fn end_frame(&mut self, more: bool, limits: &MessageLimits) -> Result<Option<SessionEvent>, ProtocolError> {
+    fn end_frame(
+        &mut self,
+        more: bool,
+        limits: &MessageLimits,
+    ) -> Result<Option<SessionEvent>, ProtocolError> {
         self.frames += 1;
         if self.frames > limits.frames {
             self.exceed(ExceededLimit::Frames);

@@ -60,26 +60,43 @@ pub struct SubSocket {
 
 impl SubSocket {
     /// Connects to a publisher, completes the handshake and sends the subscription.
-    pub async fn connect(endpoint: &ZmtpEndpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
+    pub async fn connect(
+        endpoint: &ZmtpEndpoint,
+        topic: &str,
+        config: SocketConfig,
+    ) -> Result<Self, ZmtpError> {
         let stream = transport::connect(endpoint, config.timing.connect).await?;
-        let connection = ZmtpConnection::handshake(stream, session(topic, config), config.timing).await?;
+        let connection =
+            ZmtpConnection::handshake(stream, session(topic, config), config.timing).await?;
         let (events_tx, events) = mpsc::channel(QUEUE);
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             let error = forward(connection, &events_tx, None).await;
             report_end(PublisherId(0), error, &events_tx).await;
         });
-        Ok(Self { events, local: None, _tasks: tasks })
+        Ok(Self {
+            events,
+            local: None,
+            _tasks: tasks,
+        })
     }
 
     /// Listens for publishers.
-    pub async fn bind(endpoint: &ZmtpEndpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
+    pub async fn bind(
+        endpoint: &ZmtpEndpoint,
+        topic: &str,
+        config: SocketConfig,
+    ) -> Result<Self, ZmtpError> {
         let transport = TransportListener::bind(endpoint).await?;
         let local = transport.local_endpoint(endpoint)?;
         let (events_tx, events) = mpsc::channel(QUEUE);
         let mut tasks = JoinSet::new();
         tasks.spawn(PublisherListener::new(transport, topic, config, events_tx).run());
-        Ok(Self { events, local: Some(local), _tasks: tasks })
+        Ok(Self {
+            events,
+            local: Some(local),
+            _tasks: tasks,
+        })
     }
 
     /// The endpoint of a bound socket, with the port that the system chose.
@@ -94,7 +111,12 @@ impl SubSocket {
 }
 
 pub(crate) fn session(topic: &str, config: SocketConfig) -> ZmtpSession {
-    ZmtpSession::new(SocketRole::Sub { topic: Bytes::copy_from_slice(topic.as_bytes()) }, config.limits)
+    ZmtpSession::new(
+        SocketRole::Sub {
+            topic: Bytes::copy_from_slice(topic.as_bytes()),
+        },
+        config.limits,
+    )
 }
 
 /// Passes the messages of a connection on, one at a time: nothing is read while one waits for the consumer. Returns the error of the
@@ -127,9 +149,15 @@ pub(crate) async fn forward(
 }
 
 /// Reports the end of a connection, unless the socket is gone.
-pub(crate) async fn report_end(publisher: PublisherId, error: Option<ZmtpError>, events: &mpsc::Sender<SubEvent>) {
+pub(crate) async fn report_end(
+    publisher: PublisherId,
+    error: Option<ZmtpError>,
+    events: &mpsc::Sender<SubEvent>,
+) {
     if let Some(error) = error {
         // An error means that the socket is gone.
-        let _ = events.send(SubEvent::Disconnected { publisher, error }).await;
+        let _ = events
+            .send(SubEvent::Disconnected { publisher, error })
+            .await;
     }
 }

@@ -14,8 +14,10 @@ use crate::endpoint::ZmtpEndpoint;
 use crate::error::ZmtpError;
 
 /// Probes of an idle TCP connection, for peers that do not support heartbeats.
-const KEEPALIVE: TcpKeepalive =
-    TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10)).with_retries(3);
+const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
+    .with_time(Duration::from_secs(30))
+    .with_interval(Duration::from_secs(10))
+    .with_retries(3);
 
 /// A byte stream in both directions.
 pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -26,14 +28,21 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 pub(crate) type TransportStream = Box<dyn ByteStream>;
 
 /// Connects to an endpoint.
-pub(crate) async fn connect(endpoint: &ZmtpEndpoint, within: Duration) -> Result<TransportStream, ZmtpError> {
+pub(crate) async fn connect(
+    endpoint: &ZmtpEndpoint,
+    within: Duration,
+) -> Result<TransportStream, ZmtpError> {
     let connected = async {
         match endpoint {
             ZmtpEndpoint::Tcp(address) => tcp_stream(TcpStream::connect(address).await?),
-            ZmtpEndpoint::Ipc(path) => Ok(Box::new(UnixStream::connect(path).await?) as TransportStream),
+            ZmtpEndpoint::Ipc(path) => {
+                Ok(Box::new(UnixStream::connect(path).await?) as TransportStream)
+            }
         }
     };
-    Ok(timeout(within, connected).await.map_err(|_| ZmtpError::ConnectTimeout(within))??)
+    Ok(timeout(within, connected)
+        .await
+        .map_err(|_| ZmtpError::ConnectTimeout(within))??)
 }
 
 fn tcp_stream(stream: TcpStream) -> io::Result<TransportStream> {
@@ -52,9 +61,9 @@ impl TransportListener {
     /// Listens on an endpoint.
     pub(crate) async fn bind(endpoint: &ZmtpEndpoint) -> Result<Self, ZmtpError> {
         Ok(match endpoint {
-            ZmtpEndpoint::Tcp(address) => {
-                TransportListener::Tcp(TcpListener::bind(ZmtpEndpoint::bind_address(address)).await?)
-            }
+            ZmtpEndpoint::Tcp(address) => TransportListener::Tcp(
+                TcpListener::bind(ZmtpEndpoint::bind_address(address)).await?,
+            ),
             ZmtpEndpoint::Ipc(path) => {
                 remove_stale_socket(path).await;
                 TransportListener::Unix(UnixListener::bind(path)?)
@@ -65,7 +74,9 @@ impl TransportListener {
     /// The endpoint with the port that the system chose.
     pub(crate) fn local_endpoint(&self, bound: &ZmtpEndpoint) -> Result<ZmtpEndpoint, ZmtpError> {
         Ok(match self {
-            TransportListener::Tcp(listener) => ZmtpEndpoint::Tcp(listener.local_addr()?.to_string()),
+            TransportListener::Tcp(listener) => {
+                ZmtpEndpoint::Tcp(listener.local_addr()?.to_string())
+            }
             TransportListener::Unix(_) => bound.clone(),
         })
     }
@@ -79,8 +90,17 @@ impl TransportListener {
             }
             TransportListener::Unix(listener) => {
                 let (stream, _) = listener.accept().await?;
-                let pid = stream.peer_cred().ok().and_then(|credentials| credentials.pid());
-                Ok((Box::new(stream), pid.map_or_else(|| "local process".to_owned(), |pid| format!("process {pid}"))))
+                let pid = stream
+                    .peer_cred()
+                    .ok()
+                    .and_then(|credentials| credentials.pid());
+                Ok((
+                    Box::new(stream),
+                    pid.map_or_else(
+                        || "local process".to_owned(),
+                        |pid| format!("process {pid}"),
+                    ),
+                ))
             }
         }
     }
@@ -89,9 +109,12 @@ impl TransportListener {
 /// Removes a socket file that no process listens on. A socket file outlives the process that bound it. Any other file, and a
 /// socket that accepts connections, stays, and binding fails.
 async fn remove_stale_socket(path: &Path) {
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    let is_socket =
+        std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
     let is_stale = is_socket
-        && UnixStream::connect(path).await.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        && UnixStream::connect(path)
+            .await
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
     if is_stale {
         // If it cannot be removed, binding reports the error.
         let _ = std::fs::remove_file(path);

@@ -18,8 +18,16 @@ fn inputs() -> usize {
 /// Resident memory in MiB.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches("kB").trim().parse::<usize>().unwrap() / 1024
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim()
+        .trim_end_matches("kB")
+        .trim()
+        .parse::<usize>()
+        .unwrap()
+        / 1024
 }
 
 #[test]
@@ -35,7 +43,10 @@ fn connection_agrees_with_a_plain_parser() {
                 warm = resident();
             }
         }
-        println!("resident memory: {warm} MiB after 1000 inputs, {} MiB after all", resident());
+        println!(
+            "resident memory: {warm} MiB after 1000 inputs, {} MiB after all",
+            resident()
+        );
         assert!(resident() <= warm + 16);
     }
 }

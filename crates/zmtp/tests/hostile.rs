@@ -10,8 +10,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
 use warmroute_zmtp::{
-    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent, SocketConfig, SubEvent,
-    SubSocket, ZmtpEndpoint, ZmtpError,
+    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent,
+    SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 const READY_PUB: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB";
@@ -34,16 +34,29 @@ fn header(length: u64) -> Vec<u8> {
 
 async fn bound() -> (SubSocket, String) {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let config = SocketConfig { limits: MessageLimits { message: 1 << 20, frames: 4 }, ..SocketConfig::default() };
+    let config = SocketConfig {
+        limits: MessageLimits {
+            message: 1 << 20,
+            frames: 4,
+        },
+        ..SocketConfig::default()
+    };
     let socket = SubSocket::bind(&any, "kv", config).await.unwrap();
-    let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
+    let address = socket
+        .local_endpoint()
+        .unwrap()
+        .to_string()
+        .replace("tcp://", "");
     (socket, address)
 }
 
 /// A raw publisher after the handshake.
 async fn publisher(address: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    stream.write_all(&[&greeting(0)[..], READY_PUB].concat()).await.unwrap();
+    stream
+        .write_all(&[&greeting(0)[..], READY_PUB].concat())
+        .await
+        .unwrap();
     let mut handshake = [0; 64 + 27 + 5];
     stream.read_exact(&mut handshake).await.unwrap();
     assert_eq!(handshake[91..], *b"\x00\x03\x01kv");
@@ -51,7 +64,10 @@ async fn publisher(address: &str) -> TcpStream {
 }
 
 async fn next(socket: &mut SubSocket) -> SubEvent {
-    timeout(Duration::from_secs(10), socket.next_event()).await.expect("an event").expect("the socket is open")
+    timeout(Duration::from_secs(10), socket.next_event())
+        .await
+        .expect("an event")
+        .expect("the socket is open")
 }
 
 /// The next event that is not about a refused connection.
@@ -67,8 +83,16 @@ async fn next_accepted(socket: &mut SubSocket) -> SubEvent {
 /// Resident memory in MiB.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches("kB").trim().parse::<usize>().unwrap() / 1024
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim()
+        .trim_end_matches("kB")
+        .trim()
+        .parse::<usize>()
+        .unwrap()
+        / 1024
 }
 
 /// The reproduction of an abort: nine bytes after the greeting, with a length that cannot be allocated.
@@ -77,21 +101,33 @@ async fn announced_length_does_not_abort_the_process() {
     for length in [1 << 62, 1 << 40, u64::MAX] {
         let (mut socket, address) = bound().await;
         let mut early = TcpStream::connect(&address).await.unwrap();
-        early.write_all(&[greeting(0), header(length)].concat()).await.unwrap();
+        early
+            .write_all(&[greeting(0), header(length)].concat())
+            .await
+            .unwrap();
         match next(&mut socket).await {
             SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "protocol"),
             other => panic!("{other:?}"),
         }
         let mut late = publisher(&address).await;
-        assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+        assert!(matches!(
+            next(&mut socket).await,
+            SubEvent::Connected { .. }
+        ));
         late.write_all(&header(length)).await.unwrap();
         match next(&mut socket).await {
-            SubEvent::Disconnected { error: ZmtpError::Protocol(ProtocolError::MessageTooLarge(_)), .. } => {}
+            SubEvent::Disconnected {
+                error: ZmtpError::Protocol(ProtocolError::MessageTooLarge(_)),
+                ..
+            } => {}
             other => panic!("{other:?}"),
         }
         let mut sound = publisher(&address).await;
         sound.write_all(b"\x00\x02kv").await.unwrap();
-        assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+        assert!(matches!(
+            next(&mut socket).await,
+            SubEvent::Connected { .. }
+        ));
         assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
     }
 }
@@ -100,22 +136,31 @@ async fn announced_length_does_not_abort_the_process() {
 #[tokio::test]
 async fn connected_engine_cannot_abort_the_process() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap())
+        .parse()
+        .unwrap();
     tokio::spawn(async move {
         for (ready, length) in [(READY_PUB, 1 << 62), (READY_ROUTER, 1 << 62)] {
             let (mut stream, _) = listener.accept().await.unwrap();
-            stream.write_all(&[&greeting(1), ready, &header(length)].concat()).await.unwrap();
+            stream
+                .write_all(&[&greeting(1), ready, &header(length)].concat())
+                .await
+                .unwrap();
             let mut rest = Vec::new();
             stream.read_to_end(&mut rest).await.ok();
         }
     });
-    let mut sub = SubSocket::connect(&endpoint, "", SocketConfig::default()).await.unwrap();
+    let mut sub = SubSocket::connect(&endpoint, "", SocketConfig::default())
+        .await
+        .unwrap();
     match next(&mut sub).await {
         SubEvent::Disconnected { error, .. } => assert_eq!(error.reason(), "too_large"),
         other => panic!("{other:?}"),
     }
     assert!(sub.next_event().await.is_none());
-    let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default()).await.unwrap();
+    let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default())
+        .await
+        .unwrap();
     assert_eq!(dealer.next_event().await.unwrap_err().reason(), "too_large");
 }
 
@@ -123,7 +168,10 @@ async fn connected_engine_cannot_abort_the_process() {
 async fn oversize_message_is_skipped_without_memory() {
     let (mut socket, address) = bound().await;
     let mut stream = publisher(&address).await;
-    assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Connected { .. }
+    ));
     let before = resident();
     let sending = tokio::spawn(async move {
         // Sixteen times the limit, which is the most that is skipped.
@@ -134,9 +182,19 @@ async fn oversize_message_is_skipped_without_memory() {
         stream.write_all(b"\x00\x02kv").await.unwrap();
         stream
     });
-    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(ExceededLimit::Message)));
-    assert!(matches!(next(&mut socket).await, SubEvent::Message(frames) if frames == [Bytes::from_static(b"kv")]));
-    assert!(resident() < before + 8, "{} MiB before, {} MiB after", before, resident());
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Oversize(ExceededLimit::Message)
+    ));
+    assert!(
+        matches!(next(&mut socket).await, SubEvent::Message(frames) if frames == [Bytes::from_static(b"kv")])
+    );
+    assert!(
+        resident() < before + 8,
+        "{} MiB before, {} MiB after",
+        before,
+        resident()
+    );
     drop(sending.await.unwrap());
 }
 
@@ -154,7 +212,10 @@ async fn held_handshakes_do_not_block_publishers() {
         stream.write_all(&greeting(0)[..36]).await.unwrap();
         held.push(stream);
         // The queue of refusals is lossy, so events are read along the way.
-        while timeout(Duration::from_millis(1), socket.next_event()).await.is_ok() {}
+        while timeout(Duration::from_millis(1), socket.next_event())
+            .await
+            .is_ok()
+        {}
     }
     // Our ends of the held connections, beside the 200 ends of the peers.
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -164,8 +225,14 @@ async fn held_handshakes_do_not_block_publishers() {
     }
     let mut sound = publisher(&address).await;
     sound.write_all(b"\x00\x02kv").await.unwrap();
-    assert!(matches!(next_accepted(&mut socket).await, SubEvent::Connected { .. }));
-    assert!(matches!(next_accepted(&mut socket).await, SubEvent::Message(_)));
+    assert!(matches!(
+        next_accepted(&mut socket).await,
+        SubEvent::Connected { .. }
+    ));
+    assert!(matches!(
+        next_accepted(&mut socket).await,
+        SubEvent::Message(_)
+    ));
 }
 
 #[tokio::test]
@@ -182,9 +249,14 @@ async fn handshakes_of_one_host_do_not_replace_others() {
         stream.read_exact(&mut [0; 11]).await.unwrap();
         held.push(stream);
     }
-    engine.write_all(&[&greeting(0)[..], READY_PUB].concat()).await.unwrap();
+    engine
+        .write_all(&[&greeting(0)[..], READY_PUB].concat())
+        .await
+        .unwrap();
     match next_accepted(&mut socket).await {
-        SubEvent::Connected { address, .. } => assert!(address.starts_with("127.0.0.2:"), "{address}"),
+        SubEvent::Connected { address, .. } => {
+            assert!(address.starts_with("127.0.0.2:"), "{address}")
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -192,15 +264,26 @@ async fn handshakes_of_one_host_do_not_replace_others() {
 #[tokio::test]
 async fn failed_heartbeat_does_not_lose_a_received_message() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap())
+        .parse()
+        .unwrap();
     let peer = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        stream.write_all(&[&greeting(1)[..], READY_PUB, b"\x00\x01a\x00\x01b"].concat()).await.unwrap();
+        stream
+            .write_all(&[&greeting(1)[..], READY_PUB, b"\x00\x01a\x00\x01b"].concat())
+            .await
+            .unwrap();
         // Leaves time to receive both messages. Then the drop resets the connection, because it has unread bytes.
         sleep(Duration::from_millis(300)).await;
     });
-    let timing = ConnectionTiming { heartbeat: Duration::from_millis(20), ..ConnectionTiming::default() };
-    let config = SocketConfig { timing, ..SocketConfig::default() };
+    let timing = ConnectionTiming {
+        heartbeat: Duration::from_millis(20),
+        ..ConnectionTiming::default()
+    };
+    let config = SocketConfig {
+        timing,
+        ..SocketConfig::default()
+    };
     let mut socket = SubSocket::connect(&endpoint, "", config).await.unwrap();
     peer.await.unwrap();
     // Heartbeats fail while the second message waits for the consumer.
@@ -211,7 +294,10 @@ async fn failed_heartbeat_does_not_lose_a_received_message() {
             other => panic!("{expected}: {other:?}"),
         }
     }
-    assert!(matches!(next(&mut socket).await, SubEvent::Disconnected { .. }));
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Disconnected { .. }
+    ));
 }
 
 #[tokio::test]
@@ -220,27 +306,56 @@ async fn publishers_of_a_socket_are_bounded() {
     let mut publishers = Vec::new();
     for _ in 0..4 {
         publishers.push(publisher(&address).await);
-        assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+        assert!(matches!(
+            next(&mut socket).await,
+            SubEvent::Connected { .. }
+        ));
     }
     let mut fifth = publisher(&address).await;
     match next(&mut socket).await {
         SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "too_many_publishers"),
         other => panic!("{other:?}"),
     }
-    assert_eq!(fifth.read(&mut [0; 8]).await.unwrap(), 0, "the connection is closed");
+    assert_eq!(
+        fifth.read(&mut [0; 8]).await.unwrap(),
+        0,
+        "the connection is closed"
+    );
     publishers.pop();
-    assert!(matches!(next(&mut socket).await, SubEvent::Disconnected { .. }));
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Disconnected { .. }
+    ));
     publishers.push(publisher(&address).await);
-    assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Connected { .. }
+    ));
 }
 
 #[tokio::test]
 async fn silent_publisher_is_replaced_by_a_new_one() {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let silence = Duration::from_millis(500);
-    let timing = ConnectionTiming { silence, ..ConnectionTiming::default() };
-    let mut socket = SubSocket::bind(&any, "kv", SocketConfig { timing, ..SocketConfig::default() }).await.unwrap();
-    let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
+    let timing = ConnectionTiming {
+        silence,
+        ..ConnectionTiming::default()
+    };
+    let mut socket = SubSocket::bind(
+        &any,
+        "kv",
+        SocketConfig {
+            timing,
+            ..SocketConfig::default()
+        },
+    )
+    .await
+    .unwrap();
+    let address = socket
+        .local_endpoint()
+        .unwrap()
+        .to_string()
+        .replace("tcp://", "");
     let mut publishers = Vec::new();
     let mut ids = Vec::new();
     for _ in 0..4 {
@@ -260,14 +375,20 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
     let mut messages = 0;
     while replaced.is_empty() || messages == 0 {
         match next(&mut socket).await {
-            SubEvent::Disconnected { publisher, error } => replaced.push((publisher, error.reason())),
+            SubEvent::Disconnected { publisher, error } => {
+                replaced.push((publisher, error.reason()))
+            }
             SubEvent::Message(_) => messages += 1,
             SubEvent::Connected { .. } => {}
             other => panic!("{other:?}"),
         }
     }
     assert_eq!(replaced, [(ids[1], "replaced")]);
-    assert_eq!(publishers[1].read(&mut [0; 8]).await.unwrap(), 0, "the connection is closed");
+    assert_eq!(
+        publishers[1].read(&mut [0; 8]).await.unwrap(),
+        0,
+        "the connection is closed"
+    );
     // The others stay.
     for at in [0, 2, 3] {
         publishers[at].write_all(b"\x00\x02kv").await.unwrap();
@@ -284,9 +405,25 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
 #[tokio::test]
 async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let timing = ConnectionTiming { handshake: Duration::from_millis(300), ..ConnectionTiming::default() };
-    let mut socket = SubSocket::bind(&any, "", SocketConfig { timing, ..SocketConfig::default() }).await.unwrap();
-    let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
+    let timing = ConnectionTiming {
+        handshake: Duration::from_millis(300),
+        ..ConnectionTiming::default()
+    };
+    let mut socket = SubSocket::bind(
+        &any,
+        "",
+        SocketConfig {
+            timing,
+            ..SocketConfig::default()
+        },
+    )
+    .await
+    .unwrap();
+    let address = socket
+        .local_endpoint()
+        .unwrap()
+        .to_string()
+        .replace("tcp://", "");
     let mut stalled = TcpStream::connect(&address).await.unwrap();
     stalled.write_all(&greeting(0)).await.unwrap();
     match next(&mut socket).await {
@@ -295,8 +432,13 @@ async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
     }
     let mut slow = TcpStream::connect(&address).await.unwrap();
     slow.set_nodelay(true).unwrap();
-    slow.write_all(&[&greeting(0)[..], READY_PUB].concat()).await.unwrap();
-    assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+    slow.write_all(&[&greeting(0)[..], READY_PUB].concat())
+        .await
+        .unwrap();
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Connected { .. }
+    ));
     for byte in b"\x01\x02kv\x00\x04body" {
         slow.write_all(&[*byte]).await.unwrap();
         sleep(Duration::from_millis(50)).await;
@@ -310,14 +452,21 @@ async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
 #[tokio::test]
 async fn dealer_reports_the_message_before_the_end() {
     let listener = TcpListener::bind("[::1]:0").await.unwrap();
-    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap())
+        .parse()
+        .unwrap();
     tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        stream.write_all(&[&greeting(1), READY_ROUTER, b"\x01\x00\x00\x01x"].concat()).await.unwrap();
+        stream
+            .write_all(&[&greeting(1), READY_ROUTER, b"\x01\x00\x00\x01x"].concat())
+            .await
+            .unwrap();
         // Closing with unread data would reset the connection.
         stream.read_exact(&mut [0; 64 + 30]).await.unwrap();
     });
-    let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default()).await.unwrap();
+    let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default())
+        .await
+        .unwrap();
     let reply = SessionEvent::Message(vec![Bytes::new(), Bytes::from_static(b"x")]);
     assert_eq!(dealer.next_event().await.unwrap(), reply);
     assert!(dealer.next_event().await.is_err());

@@ -25,8 +25,8 @@ use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::{Instant, sleep, timeout};
 use warmroute_zmtp::{
-    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent, SocketConfig, SubEvent,
-    SubSocket, ZmtpEndpoint, ZmtpError,
+    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent,
+    SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 const HERE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/libzmq");
@@ -37,7 +37,10 @@ const TOPIC: &str = "kv@engine";
 fn python() -> PathBuf {
     let requirements = Path::new(HERE).join("requirements.txt");
     let version = fs::read_to_string(&requirements).unwrap();
-    let version = version.lines().find_map(|line| line.strip_prefix("pyzmq==")).unwrap();
+    let version = version
+        .lines()
+        .find_map(|line| line.strip_prefix("pyzmq=="))
+        .unwrap();
     let name = format!("pyzmq-{}", version.trim_end_matches(['\\', ' ']));
     let dir = installed::target_dir().unwrap();
     let python = installed::once(&dir, &name, "bin/python3-zmq", |scratch| {
@@ -45,7 +48,10 @@ fn python() -> PathBuf {
         pypi::install(pypi::Wanted::Hashed(&requirements), scratch, &packages)?;
         let program = packages.join("bin/python3-zmq");
         fs::create_dir_all(packages.join("bin"))?;
-        fs::write(&program, "#!/bin/sh\nPYTHONPATH=\"$(dirname \"$0\")/..\" exec python3 -B \"$@\"\n")?;
+        fs::write(
+            &program,
+            "#!/bin/sh\nPYTHONPATH=\"$(dirname \"$0\")/..\" exec python3 -B \"$@\"\n",
+        )?;
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
         Ok(packages)
     });
@@ -63,16 +69,31 @@ impl Libzmq {
     async fn start() -> Self {
         let python = tokio::task::spawn_blocking(python).await.unwrap();
         let mut command = Command::new(python);
-        command.arg(Path::new(HERE).join("peer.py")).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
+        command
+            .arg(Path::new(HERE).join("peer.py"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true);
         let mut process = command.spawn().unwrap();
         let commands = process.stdin.take().unwrap();
         let answers = BufReader::new(process.stdout.take().unwrap()).lines();
-        Self { process, commands, answers }
+        Self {
+            process,
+            commands,
+            answers,
+        }
     }
 
     async fn call(&mut self, command: Value) -> Value {
-        self.commands.write_all(format!("{command}\n").as_bytes()).await.unwrap();
-        let answer = timeout(Duration::from_secs(20), self.answers.next_line()).await.unwrap().unwrap().unwrap();
+        self.commands
+            .write_all(format!("{command}\n").as_bytes())
+            .await
+            .unwrap();
+        let answer = timeout(Duration::from_secs(20), self.answers.next_line())
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
         let answer: Value = serde_json::from_str(&answer).unwrap();
         assert!(answer.get("error").is_none(), "{command}: {answer}");
         answer["ok"].clone()
@@ -91,12 +112,18 @@ impl Libzmq {
 
     async fn send(&mut self, frames: &[&[u8]]) {
         let frames: Vec<_> = frames.iter().map(|frame| hex(frame)).collect();
-        self.call(json!({"op": "send", "socket": "s", "frames": frames})).await;
+        self.call(json!({"op": "send", "socket": "s", "frames": frames}))
+            .await;
     }
 
     async fn receive(&mut self) -> Vec<Vec<u8>> {
         let frames = self.call(json!({"op": "receive", "socket": "s"})).await;
-        frames.as_array().unwrap().iter().map(|frame| bytes(frame.as_str().unwrap())).collect()
+        frames
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|frame| bytes(frame.as_str().unwrap()))
+            .collect()
     }
 
     async fn close(&mut self) {
@@ -114,20 +141,39 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+    (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+        .collect()
 }
 
 /// Messages of a capture from a real engine: live messages, or replies of its replay endpoint.
 fn captured(file: &str, key: &str) -> Vec<Vec<Vec<u8>>> {
-    let capture: Value = serde_json::from_slice(&fs::read(Path::new(CAPTURES).join(file)).unwrap()).unwrap();
-    let frames = |message: &Value| message.as_array().unwrap().iter().map(|f| bytes(f.as_str().unwrap())).collect();
-    let messages: Vec<_> = capture[key].as_array().unwrap().iter().map(frames).collect();
+    let capture: Value =
+        serde_json::from_slice(&fs::read(Path::new(CAPTURES).join(file)).unwrap()).unwrap();
+    let frames = |message: &Value| {
+        message
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|f| bytes(f.as_str().unwrap()))
+            .collect()
+    };
+    let messages: Vec<_> = capture[key]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(frames)
+        .collect();
     assert!(!messages.is_empty());
     messages
 }
 
 async fn next(socket: &mut SubSocket) -> SubEvent {
-    timeout(Duration::from_secs(20), socket.next_event()).await.expect("an event").expect("the socket is open")
+    timeout(Duration::from_secs(20), socket.next_event())
+        .await
+        .expect("an event")
+        .expect("the socket is open")
 }
 
 async fn message(socket: &mut SubSocket) -> Vec<Bytes> {
@@ -139,8 +185,15 @@ async fn message(socket: &mut SubSocket) -> Vec<Bytes> {
 
 fn quick() -> SocketConfig {
     let millis = Duration::from_millis;
-    let timing = ConnectionTiming { heartbeat: millis(100), silence: millis(600), ..ConnectionTiming::default() };
-    SocketConfig { timing, ..SocketConfig::default() }
+    let timing = ConnectionTiming {
+        heartbeat: millis(100),
+        silence: millis(600),
+        ..ConnectionTiming::default()
+    };
+    SocketConfig {
+        timing,
+        ..SocketConfig::default()
+    }
 }
 
 /// The subscription has arrived: an XPUB socket shows it as a message.
@@ -156,25 +209,41 @@ async fn publishes_a_capture(peer: &mut Libzmq, socket: &mut SubSocket) {
         peer.send(&[TOPIC.as_bytes(), &frames[1], &frames[2]]).await;
     }
     for frames in &capture {
-        assert_eq!(message(socket).await, [TOPIC.as_bytes(), &frames[1], &frames[2]]);
+        assert_eq!(
+            message(socket).await,
+            [TOPIC.as_bytes(), &frames[1], &frames[2]]
+        );
     }
 }
 
 #[tokio::test]
 async fn libzmq_publisher_that_binds_is_received_over_every_transport() {
     let mut peer = Libzmq::start().await;
-    assert!(peer.call(json!({"op": "version"})).await.as_str().unwrap().starts_with("4."));
+    assert!(
+        peer.call(json!({"op": "version"}))
+            .await
+            .as_str()
+            .unwrap()
+            .starts_with("4.")
+    );
     let folder = tempfile::tempdir().unwrap();
     let ipc = format!("ipc://{}", folder.path().join("events").display());
-    for (endpoint, options) in
-        [("tcp://127.0.0.1:*", json!({})), ("tcp://[::1]:*", json!({"IPV6": 1})), (&ipc, json!({}))]
-    {
+    for (endpoint, options) in [
+        ("tcp://127.0.0.1:*", json!({})),
+        ("tcp://[::1]:*", json!({"IPV6": 1})),
+        (&ipc, json!({})),
+    ] {
         let endpoint = peer.bind("XPUB", endpoint, options).await;
-        let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default()).await.unwrap();
+        let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
+            .await
+            .unwrap();
         subscribed(&mut peer).await;
         publishes_a_capture(&mut peer, &mut socket).await;
         peer.close().await;
-        assert!(matches!(next(&mut socket).await, SubEvent::Disconnected { .. }), "{endpoint}");
+        assert!(
+            matches!(next(&mut socket).await, SubEvent::Disconnected { .. }),
+            "{endpoint}"
+        );
         assert!(socket.next_event().await.is_none());
     }
 }
@@ -184,19 +253,30 @@ async fn libzmq_publisher_that_connects_is_received_over_every_transport() {
     let mut peer = Libzmq::start().await;
     let folder = tempfile::tempdir().unwrap();
     let ipc = format!("ipc://{}", folder.path().join("events").display());
-    for (endpoint, options) in
-        [("tcp://127.0.0.1:0", json!({})), ("tcp://[::1]:0", json!({"IPV6": 1})), (&ipc, json!({}))]
-    {
-        let mut socket = SubSocket::bind(&endpoint.parse().unwrap(), TOPIC, SocketConfig::default()).await.unwrap();
+    for (endpoint, options) in [
+        ("tcp://127.0.0.1:0", json!({})),
+        ("tcp://[::1]:0", json!({"IPV6": 1})),
+        (&ipc, json!({})),
+    ] {
+        let mut socket =
+            SubSocket::bind(&endpoint.parse().unwrap(), TOPIC, SocketConfig::default())
+                .await
+                .unwrap();
         let endpoint = socket.local_endpoint().unwrap().clone();
         // Twice: a publisher that ends is replaced on the same bound socket.
         for _ in 0..2 {
             peer.connect("XPUB", &endpoint, options.clone()).await;
-            assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }), "{endpoint}");
+            assert!(
+                matches!(next(&mut socket).await, SubEvent::Connected { .. }),
+                "{endpoint}"
+            );
             subscribed(&mut peer).await;
             publishes_a_capture(&mut peer, &mut socket).await;
             peer.close().await;
-            assert!(matches!(next(&mut socket).await, SubEvent::Disconnected { .. }), "{endpoint}");
+            assert!(
+                matches!(next(&mut socket).await, SubEvent::Disconnected { .. }),
+                "{endpoint}"
+            );
         }
     }
 }
@@ -206,21 +286,37 @@ async fn libzmq_publisher_restarts_on_its_port() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer.bind("PUB", "tcp://127.0.0.1:*", json!({})).await;
     for restart in 0..3 {
-        let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default()).await.unwrap();
+        let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
+            .await
+            .unwrap();
         // A PUB socket does not show when it has processed the subscription.
         let deadline = Instant::now() + Duration::from_secs(10);
         let received = loop {
-            assert!(Instant::now() < deadline, "nothing was received after restart {restart}");
+            assert!(
+                Instant::now() < deadline,
+                "nothing was received after restart {restart}"
+            );
             peer.send(&[TOPIC.as_bytes(), b"x"]).await;
             if let Ok(event) = timeout(Duration::from_millis(50), socket.next_event()).await {
                 break event;
             }
         };
-        assert!(matches!(received, Some(SubEvent::Message(_))), "{received:?}");
+        assert!(
+            matches!(received, Some(SubEvent::Message(_))),
+            "{received:?}"
+        );
         peer.close().await;
         while !matches!(next(&mut socket).await, SubEvent::Disconnected { .. }) {}
-        assert!(SubSocket::connect(&endpoint, TOPIC, SocketConfig::default()).await.is_err(), "nothing listens");
-        assert_eq!(peer.bind("PUB", &endpoint.to_string(), json!({})).await, endpoint);
+        assert!(
+            SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
+                .await
+                .is_err(),
+            "nothing listens"
+        );
+        assert_eq!(
+            peer.bind("PUB", &endpoint.to_string(), json!({})).await,
+            endpoint
+        );
     }
 }
 
@@ -229,18 +325,35 @@ async fn libzmq_router_replays_captured_batches() {
     let mut peer = Libzmq::start().await;
     let replies = captured("a15-replay.json", "replies");
     for host in ["127.0.0.1", "[::1]"] {
-        let endpoint = peer.bind("ROUTER", &format!("tcp://{host}:*"), json!({"IPV6": 1})).await;
-        let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default()).await.unwrap();
-        dealer.send(&[Bytes::new(), Bytes::copy_from_slice(&7_u64.to_be_bytes())]).await.unwrap();
+        let endpoint = peer
+            .bind("ROUTER", &format!("tcp://{host}:*"), json!({"IPV6": 1}))
+            .await;
+        let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default())
+            .await
+            .unwrap();
+        dealer
+            .send(&[Bytes::new(), Bytes::copy_from_slice(&7_u64.to_be_bytes())])
+            .await
+            .unwrap();
         let request = peer.receive().await;
         assert_eq!(request[1..], [vec![], 7_u64.to_be_bytes().to_vec()]);
         for reply in &replies {
-            let reply: Vec<&[u8]> = [&request[0]].into_iter().chain(reply).map(|frame| &frame[..]).collect();
+            let reply: Vec<&[u8]> = [&request[0]]
+                .into_iter()
+                .chain(reply)
+                .map(|frame| &frame[..])
+                .collect();
             peer.send(&reply).await;
         }
         for reply in &replies {
-            let received = timeout(Duration::from_secs(10), dealer.next_event()).await.unwrap().unwrap();
-            assert_eq!(received, SessionEvent::Message(reply.iter().map(|f| Bytes::copy_from_slice(f)).collect()));
+            let received = timeout(Duration::from_secs(10), dealer.next_event())
+                .await
+                .unwrap()
+                .unwrap();
+            assert_eq!(
+                received,
+                SessionEvent::Message(reply.iter().map(|f| Bytes::copy_from_slice(f)).collect())
+            );
         }
         peer.close().await;
         assert!(dealer.next_event().await.is_err());
@@ -274,15 +387,34 @@ async fn stopped_libzmq_process_is_disconnected_by_heartbeats() {
     let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
     let mut socket = SubSocket::connect(&endpoint, TOPIC, quick()).await.unwrap();
     subscribed(&mut peer).await;
-    assert!(timeout(Duration::from_secs(1), socket.next_event()).await.is_err(), "still connected");
+    assert!(
+        timeout(Duration::from_secs(1), socket.next_event())
+            .await
+            .is_err(),
+        "still connected"
+    );
     peer.signal(Signal::STOP);
     match next(&mut socket).await {
-        SubEvent::Disconnected { error: ZmtpError::HeartbeatTimeout(_), .. } => {}
+        SubEvent::Disconnected {
+            error: ZmtpError::HeartbeatTimeout(_),
+            ..
+        } => {}
         other => panic!("{other:?}"),
     }
     // The kernel accepts the connection, but the handshake is not answered.
-    let timing = ConnectionTiming { handshake: Duration::from_millis(300), ..ConnectionTiming::default() };
-    let stalled = SubSocket::connect(&endpoint, TOPIC, SocketConfig { timing, ..SocketConfig::default() }).await;
+    let timing = ConnectionTiming {
+        handshake: Duration::from_millis(300),
+        ..ConnectionTiming::default()
+    };
+    let stalled = SubSocket::connect(
+        &endpoint,
+        TOPIC,
+        SocketConfig {
+            timing,
+            ..SocketConfig::default()
+        },
+    )
+    .await;
     assert!(matches!(stalled, Err(ZmtpError::HandshakeTimeout(_))));
     peer.signal(Signal::CONT);
 }
@@ -290,17 +422,31 @@ async fn stopped_libzmq_process_is_disconnected_by_heartbeats() {
 #[tokio::test]
 async fn slow_consumer_makes_libzmq_drop_and_recovers() {
     let mut peer = Libzmq::start().await;
-    let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({"SNDHWM": 4, "SNDBUF": 65536})).await;
-    let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default()).await.unwrap();
+    let endpoint = peer
+        .bind(
+            "XPUB",
+            "tcp://127.0.0.1:*",
+            json!({"SNDHWM": 4, "SNDBUF": 65536}),
+        )
+        .await;
+    let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
+        .await
+        .unwrap();
     subscribed(&mut peer).await;
     let big = hex(&vec![7; 1 << 20]);
-    peer.call(json!({"op": "send", "socket": "s", "frames": [hex(TOPIC.as_bytes()), big], "times": 100})).await;
+    peer.call(
+        json!({"op": "send", "socket": "s", "frames": [hex(TOPIC.as_bytes()), big], "times": 100}),
+    )
+    .await;
     let mut received = 0;
     while let Ok(event) = timeout(Duration::from_millis(500), socket.next_event()).await {
         assert!(matches!(event, Some(SubEvent::Message(frames)) if frames[1].len() == 1 << 20));
         received += 1;
     }
-    assert!((1..100).contains(&received), "{received} messages were buffered");
+    assert!(
+        (1..100).contains(&received),
+        "{received} messages were buffered"
+    );
     peer.send(&[TOPIC.as_bytes(), b"after"]).await;
     assert_eq!(message(&mut socket).await[1], "after");
 }
@@ -309,15 +455,28 @@ async fn slow_consumer_makes_libzmq_drop_and_recovers() {
 async fn oversize_libzmq_message_is_skipped() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
-    let limits = MessageLimits { message: 1 << 20, ..MessageLimits::default() };
-    let config = SocketConfig { limits, ..SocketConfig::default() };
+    let limits = MessageLimits {
+        message: 1 << 20,
+        ..MessageLimits::default()
+    };
+    let config = SocketConfig {
+        limits,
+        ..SocketConfig::default()
+    };
     let mut socket = SubSocket::connect(&endpoint, TOPIC, config).await.unwrap();
     subscribed(&mut peer).await;
     let topic = hex(TOPIC.as_bytes());
-    peer.call(json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": (1 << 20) - TOPIC.len()})).await;
+    peer.call(
+        json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": (1 << 20) - TOPIC.len()}),
+    )
+    .await;
     assert_eq!(message(&mut socket).await[1].len(), (1 << 20) - TOPIC.len());
-    peer.call(json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": 1 << 20})).await;
-    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(ExceededLimit::Message)));
+    peer.call(json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": 1 << 20}))
+        .await;
+    assert!(matches!(
+        next(&mut socket).await,
+        SubEvent::Oversize(ExceededLimit::Message)
+    ));
     peer.send(&[TOPIC.as_bytes(), b"after"]).await;
     assert_eq!(message(&mut socket).await[1], "after");
 }
@@ -326,11 +485,22 @@ async fn oversize_libzmq_message_is_skipped() {
 async fn libzmq_peer_of_another_kind_is_named() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer.bind("PUSH", "tcp://127.0.0.1:*", json!({})).await;
-    let error = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default()).await.err().unwrap();
-    assert!(matches!(error, ZmtpError::Protocol(ProtocolError::SocketType { .. })), "{error}");
+    let error = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
+        .await
+        .err()
+        .unwrap();
+    assert!(
+        matches!(error, ZmtpError::Protocol(ProtocolError::SocketType { .. })),
+        "{error}"
+    );
     peer.close().await;
-    let endpoint = peer.bind("PUB", "tcp://127.0.0.1:*", json!({"PLAIN_SERVER": 1})).await;
-    let error = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default()).await.err().unwrap();
+    let endpoint = peer
+        .bind("PUB", "tcp://127.0.0.1:*", json!({"PLAIN_SERVER": 1}))
+        .await;
+    let error = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
+        .await
+        .err()
+        .unwrap();
     // Either side may notice first.
     let is_named = match &error {
         ZmtpError::Protocol(ProtocolError::Mechanism(name)) => name == "PLAIN",

@@ -38,18 +38,31 @@ impl Aborts {
         let key = table.next;
         table.next += 1;
         table.requests.insert(key, (names, aborted.clone()));
-        Abortable { table: self.0.clone(), key, aborted }
+        Abortable {
+            table: self.0.clone(),
+            key,
+            aborted,
+        }
     }
 
     /// Aborts the requests of that name, or all; returns how many. As in SGLang a name must be one that is there (its
     /// front end looks for that) and then means all that begin with it (its scheduler has it so).
     fn abort(&self, which: &Which) -> usize {
         let mut table = self.0.lock();
-        let rid = which.rid.as_ref().filter(|rid| table.requests.values().any(|(names, _)| names.contains(rid)));
+        let rid = which.rid.as_ref().filter(|rid| {
+            table
+                .requests
+                .values()
+                .any(|(names, _)| names.contains(rid))
+        });
         let rid = rid.cloned();
-        let named =
-            |names: &[String]| rid.as_ref().is_some_and(|rid| names.iter().any(|name| name.starts_with(rid.as_str())));
-        let aborted = table.requests.extract_if(|_, (names, _)| which.abort_all || named(names));
+        let named = |names: &[String]| {
+            rid.as_ref()
+                .is_some_and(|rid| names.iter().any(|name| name.starts_with(rid.as_str())))
+        };
+        let aborted = table
+            .requests
+            .extract_if(|_, (names, _)| which.abort_all || named(names));
         aborted.map(|(_, (_, token))| token.cancel()).count()
     }
 }
@@ -69,8 +82,16 @@ pub(crate) struct Which {
 }
 
 /// As SGLang, 200 without a word, also for a name that nobody has.
-pub(crate) async fn abort(State(engine): State<Arc<Engine>>, Json(which): Json<Which>) -> StatusCode {
-    if !engine.config.handover.protocol().is_some_and(|protocol| protocol.is_sglang()) {
+pub(crate) async fn abort(
+    State(engine): State<Arc<Engine>>,
+    Json(which): Json<Which>,
+) -> StatusCode {
+    if !engine
+        .config
+        .handover
+        .protocol()
+        .is_some_and(|protocol| protocol.is_sglang())
+    {
         return StatusCode::NOT_FOUND;
     }
     for _ in 0..engine.aborts.abort(&which) {
@@ -86,7 +107,10 @@ mod tests {
     #[test]
     fn only_requests_of_the_name_are_aborted_unless_all_are_meant() {
         let aborts = Aborts::default();
-        let which = |rid: Option<&str>, abort_all| Which { rid: rid.map(str::to_owned), abort_all };
+        let which = |rid: Option<&str>, abort_all| Which {
+            rid: rid.map(str::to_owned),
+            abort_all,
+        };
         let one = aborts.enter(vec!["a".into()]);
         let two = aborts.enter(vec!["b".into(), "a2".into()]);
         let three = aborts.enter(vec!["c".into(), "ba".into()]);
@@ -106,7 +130,10 @@ mod tests {
             assert_eq!(aborts.abort(&which(rid, false)), aborted, "{rid:?}");
         }
         assert!(prefix_of_one.aborted.is_cancelled());
-        assert_eq!([&one, &two, &three, &unnamed].map(|it| it.aborted.is_cancelled()), [true, true, true, false]);
+        assert_eq!(
+            [&one, &two, &three, &unnamed].map(|it| it.aborted.is_cancelled()),
+            [true, true, true, false]
+        );
         assert_eq!(aborts.abort(&which(None, true)), 1);
         assert!(aborts.0.lock().requests.is_empty());
     }

@@ -79,12 +79,18 @@ impl Answer {
             _ => "cmpl",
         };
         let choices = (0..prompts.len() * ask.choices())
-            .map(|at| Choice { prompt: at / ask.choices(), ..Choice::default() })
+            .map(|at| Choice {
+                prompt: at / ask.choices(),
+                ..Choice::default()
+            })
             .collect();
         Self {
             api,
             id: format!("{prefix}-{name}"),
-            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            created: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()
+                .as_secs(),
             model,
             wants_usage: ask.wants_usage(),
             wants_token_ids: ask.wants_token_ids(),
@@ -101,12 +107,18 @@ impl Answer {
 
     /// The same without a word on what was cached.
     pub(crate) fn silent_on_cache(self) -> Self {
-        Self { tells_cached: false, ..self }
+        Self {
+            tells_cached: false,
+            ..self
+        }
     }
 
     /// The same with what another engine had cached of the prompt, if that is known.
     pub(crate) fn cached_elsewhere(self, cached: Option<usize>) -> Self {
-        Self { cached_elsewhere: cached, ..self }
+        Self {
+            cached_elsewhere: cached,
+            ..self
+        }
     }
 
     /// The same with a word on where the keys and values came from.
@@ -129,7 +141,9 @@ impl Answer {
 
     /// Prompt tokens of the first choice that were cached, and its first token.
     pub(crate) fn beginning(&self) -> (usize, Option<u32>) {
-        self.choices.first().map_or((0, None), |choice| (choice.cached, choice.tokens.first().copied()))
+        self.choices.first().map_or((0, None), |choice| {
+            (choice.cached, choice.tokens.first().copied())
+        })
     }
 
     /// Whether nothing was generated yet.
@@ -139,7 +153,10 @@ impl Answer {
 
     /// Notes a token of the choice at `at`; returns its text.
     pub(crate) fn note(&mut self, at: usize, output: Output) -> String {
-        let text = self.vocabulary.text(output.token, output.is_first).to_owned();
+        let text = self
+            .vocabulary
+            .text(output.token, output.is_first)
+            .to_owned();
         let choice = &mut self.choices[at];
         choice.tokens.push(output.token);
         choice.text += &text;
@@ -153,7 +170,11 @@ impl Answer {
         let completion: usize = self.choices.iter().map(|choice| choice.tokens.len()).sum();
         // Of several choices of one prompt the first computes what the others find; vLLM reports what they found.
         let cached = |prompt| {
-            self.choices.iter().filter(move |choice| choice.prompt == prompt).map(|choice| choice.cached).max()
+            self.choices
+                .iter()
+                .filter(move |choice| choice.prompt == prompt)
+                .map(|choice| choice.cached)
+                .max()
         };
         let cached: usize = (0..self.prompts.len()).filter_map(cached).sum();
         let cached = self.cached_elsewhere.unwrap_or(cached);
@@ -166,8 +187,7 @@ impl Answer {
     }
 
     fn envelope(&self, object: &str, choices: &Value) -> Value {
-        let mut envelope =
-            json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices});
+        let mut envelope = json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices});
         if let Some(worst) = &self.worst {
             envelope[origin::FIELD] = json!(worst.word());
         }
@@ -176,7 +196,12 @@ impl Answer {
 
     /// The whole answer as one document.
     pub(crate) fn document(&self) -> Value {
-        let choices = self.choices.iter().enumerate().map(|(at, choice)| self.choice(at, choice)).collect();
+        let choices = self
+            .choices
+            .iter()
+            .enumerate()
+            .map(|(at, choice)| self.choice(at, choice))
+            .collect();
         let object = match self.api {
             Api::ChatCompletions => "chat.completion",
             _ => "text_completion",
@@ -200,7 +225,9 @@ impl Answer {
     fn choice(&self, at: usize, choice: &Choice) -> Value {
         let mut value = json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(self.has_stopped), "stop_reason": null});
         match self.api {
-            Api::ChatCompletions => value["message"] = json!({"role": "assistant", "content": choice.text}),
+            Api::ChatCompletions => {
+                value["message"] = json!({"role": "assistant", "content": choice.text})
+            }
             _ => value["text"] = json!(choice.text),
         }
         if self.wants_token_ids {
@@ -215,7 +242,11 @@ impl Answer {
     /// The stream's text for one token.
     pub(crate) fn chunk(&mut self, at: usize, output: Output) -> String {
         let text = self.note(at, output);
-        let finish = if output.is_last { json!("length") } else { Value::Null };
+        let finish = if output.is_last {
+            json!("length")
+        } else {
+            Value::Null
+        };
         let mut events = String::new();
         let mut value = json!({"index": at, "logprobs": null, "finish_reason": finish});
         let object = match self.api {
@@ -246,9 +277,13 @@ impl Answer {
             _ => "text_completion",
         };
         let mut events = String::new();
-        for (at, choice) in self.choices.iter().enumerate().filter(|(_, choice)| !choice.has_ended) {
-            let mut last =
-                json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(self.has_stopped)});
+        for (at, choice) in self
+            .choices
+            .iter()
+            .enumerate()
+            .filter(|(_, choice)| !choice.has_ended)
+        {
+            let mut last = json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(self.has_stopped)});
             match self.api {
                 Api::ChatCompletions => last["delta"] = json!({}),
                 _ => last["text"] = json!(""),

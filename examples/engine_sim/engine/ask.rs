@@ -47,11 +47,16 @@ impl Ask {
     }
 
     pub(crate) fn wants_usage(&self) -> bool {
-        self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or_default()
+        self.stream_options
+            .as_ref()
+            .and_then(|options| options.include_usage)
+            .unwrap_or_default()
     }
 
     pub(crate) fn max_tokens(&self) -> usize {
-        self.max_completion_tokens.or(self.max_tokens).unwrap_or(DEFAULT_MAX_TOKENS)
+        self.max_completion_tokens
+            .or(self.max_tokens)
+            .unwrap_or(DEFAULT_MAX_TOKENS)
     }
 
     pub(crate) fn choices(&self) -> usize {
@@ -69,17 +74,36 @@ mod tests {
 
     #[test]
     fn absent_and_null_fields_mean_the_defaults() {
-        for body in ["{}", r#"{"stream": null, "max_tokens": null, "n": null, "stream_options": null}"#] {
+        for body in [
+            "{}",
+            r#"{"stream": null, "max_tokens": null, "n": null, "stream_options": null}"#,
+        ] {
             let ask = Ask::read(body.as_bytes()).unwrap();
-            assert_eq!((ask.streams(), ask.max_tokens(), ask.choices(), ask.wants_usage()), (false, 16, 1, false));
+            assert_eq!(
+                (
+                    ask.streams(),
+                    ask.max_tokens(),
+                    ask.choices(),
+                    ask.wants_usage()
+                ),
+                (false, 16, 1, false)
+            );
         }
-        let ask = Ask::read(br#"{"max_completion_tokens": 3, "max_tokens": 9, "ignore_eos": true}"#).unwrap();
+        let ask =
+            Ask::read(br#"{"max_completion_tokens": 3, "max_tokens": 9, "ignore_eos": true}"#)
+                .unwrap();
         assert_eq!(ask.max_tokens(), 3);
     }
 
     #[test]
     fn impossible_requests_are_refused() {
-        for body in [r#"{"max_tokens": 0}"#, r#"{"n": 0}"#, r#"{"cache_salt": ""}"#, r#"{"stream": 1}"#, "["] {
+        for body in [
+            r#"{"max_tokens": 0}"#,
+            r#"{"n": 0}"#,
+            r#"{"cache_salt": ""}"#,
+            r#"{"stream": 1}"#,
+            "[",
+        ] {
             assert!(Ask::read(body.as_bytes()).is_err(), "{body}");
         }
     }

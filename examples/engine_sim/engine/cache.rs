@@ -75,7 +75,13 @@ pub(crate) struct Sequence {
 
 impl Sequence {
     pub(crate) fn new(tokens: Vec<u32>, keys: Keys) -> Self {
-        Self { tokens, keys, hashes: Vec::new(), blocks: Vec::new(), computed: 0 }
+        Self {
+            tokens,
+            keys,
+            hashes: Vec::new(),
+            blocks: Vec::new(),
+            computed: 0,
+        }
     }
 
     pub(crate) fn push(&mut self, token: u32) {
@@ -108,13 +114,21 @@ impl Sequence {
         for position in self.hashes.len()..self.tokens.len() / block_size {
             let tokens = &self.tokens[position * block_size..(position + 1) * block_size];
             let parent = self.hashes.last().copied();
-            self.hashes.push(block_hash(parent, tokens, self.keys.of_block(position).as_deref()));
+            self.hashes.push(block_hash(
+                parent,
+                tokens,
+                self.keys.of_block(position).as_deref(),
+            ));
         }
     }
 }
 
 /// Chained: a block is named by its tokens, its extra keys and everything before it.
-fn block_hash(parent: Option<EngineHash>, tokens: &[u32], extra: Option<&[Arc<str>]>) -> EngineHash {
+fn block_hash(
+    parent: Option<EngineHash>,
+    tokens: &[u32],
+    extra: Option<&[Arc<str>]>,
+) -> EngineHash {
     let mut hash = Xxh3::with_seed(0x656e_6769_6e65);
     hash.update(&[u8::from(parent.is_some())]);
     hash.update(&parent.unwrap_or_default().to_be_bytes());
@@ -151,7 +165,9 @@ impl Written {
 
     /// Whether who needs `other` is served with this: more tokens at the end do no harm.
     pub(crate) fn serves(&self, other: &Self) -> bool {
-        self.after == other.after && self.extra_keys == other.extra_keys && self.tokens.starts_with(&other.tokens)
+        self.after == other.after
+            && self.extra_keys == other.extra_keys
+            && self.tokens.starts_with(&other.tokens)
     }
 
     pub(crate) fn tokens(&self) -> &[u32] {
@@ -162,7 +178,9 @@ impl Written {
         self.after = at.checked_sub(1).map(|before| sequence.hashes[before]);
         self.extra_keys = sequence.keys.of_block(at);
         self.tokens.clear();
-        self.tokens.extend_from_slice(&sequence.tokens[at * block_size..computed.min((at + 1) * block_size)]);
+        self.tokens.extend_from_slice(
+            &sequence.tokens[at * block_size..computed.min((at + 1) * block_size)],
+        );
     }
 }
 
@@ -217,7 +235,10 @@ impl Cache {
 
     /// The same without prefix caching.
     pub(crate) fn forgetting(self) -> Self {
-        Self { keeps: false, ..self }
+        Self {
+            keeps: false,
+            ..self
+        }
     }
 
     pub(crate) fn keeps(&self) -> bool {
@@ -233,7 +254,11 @@ impl Cache {
     pub(crate) fn lookup(&self, sequence: &mut Sequence) -> Hit {
         sequence.extend_hashes(self.block_size);
         let most = sequence.len().saturating_sub(1) / self.block_size;
-        Hit(sequence.hashes[..most].iter().map_while(|hash| self.cached.get(hash)).map(|copies| copies[0]).collect())
+        Hit(sequence.hashes[..most]
+            .iter()
+            .map_while(|hash| self.cached.get(hash))
+            .map(|copies| copies[0])
+            .collect())
     }
 
     /// Tokens covered by `hit`.
@@ -242,15 +267,32 @@ impl Cache {
     }
 
     /// Takes the blocks of `hit` for a sequence that holds none, and room for `new_tokens` after it.
-    pub(crate) fn admit(&mut self, sequence: &mut Sequence, hit: &Hit, new_tokens: usize) -> Result<(), NoRoom> {
+    pub(crate) fn admit(
+        &mut self,
+        sequence: &mut Sequence,
+        hit: &Hit,
+        new_tokens: usize,
+    ) -> Result<(), NoRoom> {
         self.reserve(sequence, hit, new_tokens)?;
         self.grow(sequence, new_tokens)
     }
 
     /// The same without computing anything: `new_tokens` come from elsewhere, see [`Cache::receive`].
-    pub(crate) fn reserve(&mut self, sequence: &mut Sequence, hit: &Hit, new_tokens: usize) -> Result<(), NoRoom> {
-        debug_assert!(sequence.blocks.is_empty(), "a sequence is admitted once, until it is released");
-        let reused_free = hit.0.iter().filter(|&&id| self.blocks[id].refs == 0).count();
+    pub(crate) fn reserve(
+        &mut self,
+        sequence: &mut Sequence,
+        hit: &Hit,
+        new_tokens: usize,
+    ) -> Result<(), NoRoom> {
+        debug_assert!(
+            sequence.blocks.is_empty(),
+            "a sequence is admitted once, until it is released"
+        );
+        let reused_free = hit
+            .0
+            .iter()
+            .filter(|&&id| self.blocks[id].refs == 0)
+            .count();
         let needed = (self.hit_tokens(hit) + new_tokens).div_ceil(self.block_size) - hit.0.len();
         if needed > self.free.len() - reused_free {
             return Err(NoRoom);
@@ -280,7 +322,11 @@ impl Cache {
 
     /// Makes room for the next `new_tokens` of `sequence` and caches the blocks they fill. As in vLLM a block counts as
     /// cached from the moment its step is planned, so a twin request in the same step already hits it.
-    pub(crate) fn grow(&mut self, sequence: &mut Sequence, new_tokens: usize) -> Result<(), NoRoom> {
+    pub(crate) fn grow(
+        &mut self,
+        sequence: &mut Sequence,
+        new_tokens: usize,
+    ) -> Result<(), NoRoom> {
         let computed = sequence.computed + new_tokens;
         debug_assert!(computed <= sequence.len(), "only known tokens are computed");
         self.allocate(sequence, computed)?;
@@ -304,12 +350,18 @@ impl Cache {
     /// What lies in blocks now, whoever's it is; nothing where a number is no block's. Numbers are vLLM's, see
     /// [`Sequence::block_numbers`].
     pub(crate) fn read(&self, numbers: &[usize]) -> Vec<Option<Written>> {
-        let block = |number: &usize| self.blocks.get(number.checked_sub(1)?).map(|block| block.written.clone());
+        let block = |number: &usize| {
+            self.blocks
+                .get(number.checked_sub(1)?)
+                .map(|block| block.written.clone())
+        };
         numbers.iter().map(block).collect()
     }
 
     fn allocate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), NoRoom> {
-        let needed = tokens.div_ceil(self.block_size).saturating_sub(sequence.blocks.len());
+        let needed = tokens
+            .div_ceil(self.block_size)
+            .saturating_sub(sequence.blocks.len());
         if needed > self.free.len() {
             return Err(NoRoom);
         }
@@ -379,11 +431,17 @@ impl Cache {
 
     /// Every cached block with its number of physical copies, in hash order.
     pub(crate) fn content(&self) -> BTreeMap<EngineHash, usize> {
-        self.cached.iter().map(|(&hash, copies)| (hash, copies.len())).collect()
+        self.cached
+            .iter()
+            .map(|(&hash, copies)| (hash, copies.len()))
+            .collect()
     }
 
     fn take_free(&mut self) -> BlockId {
-        let (_, id) = self.free.pop_first().expect("the caller counted the free blocks");
+        let (_, id) = self
+            .free
+            .pop_first()
+            .expect("the caller counted the free blocks");
         if let Some(hash) = self.blocks[id].hash.take() {
             self.forget(hash, id);
         }
@@ -407,7 +465,10 @@ impl Cache {
         }
         sequence.extend_hashes(self.block_size);
         // A block that was received whole is known before its last token is computed once more.
-        let known = full.clone().take_while(|&at| self.blocks[sequence.blocks[at]].hash.is_some()).count();
+        let known = full
+            .clone()
+            .take_while(|&at| self.blocks[sequence.blocks[at]].hash.is_some())
+            .count();
         let full = full.start + known..full.end;
         if full.is_empty() {
             return;
@@ -420,9 +481,14 @@ impl Cache {
         let tokens = full.start * self.block_size..full.end * self.block_size;
         self.events.push(CacheEvent::Stored(Stored {
             hashes: sequence.hashes[full.clone()].to_vec(),
-            parent: full.start.checked_sub(1).map(|position| sequence.hashes[position]),
+            parent: full
+                .start
+                .checked_sub(1)
+                .map(|position| sequence.hashes[position]),
             tokens: sequence.tokens[tokens].to_vec(),
-            extra_keys: full.map(|position| sequence.keys.of_block(position)).collect(),
+            extra_keys: full
+                .map(|position| sequence.keys.of_block(position))
+                .collect(),
             lora: sequence.keys.lora.clone(),
             session: sequence.keys.session.clone(),
         }));

@@ -67,16 +67,36 @@ struct Names(HashMap<u64, u64>, HashMap<u64, u64>);
 
 impl Names {
     fn check(&mut self, theirs: u64, ours: u64) {
-        assert_eq!(*self.0.entry(theirs).or_insert(ours), ours, "another block than {theirs}");
-        assert_eq!(*self.1.entry(ours).or_insert(theirs), theirs, "another block than {theirs}");
+        assert_eq!(
+            *self.0.entry(theirs).or_insert(ours),
+            ours,
+            "another block than {theirs}"
+        );
+        assert_eq!(
+            *self.1.entry(ours).or_insert(theirs),
+            theirs,
+            "another block than {theirs}"
+        );
     }
 
     fn check_stored(&mut self, theirs: &CapturedStored, ours: &Stored) {
         assert_eq!(theirs.hashes.len(), ours.hashes.len());
-        theirs.hashes.iter().zip(&ours.hashes).for_each(|(&theirs, &ours)| self.check(theirs, ours));
+        theirs
+            .hashes
+            .iter()
+            .zip(&ours.hashes)
+            .for_each(|(&theirs, &ours)| self.check(theirs, ours));
         assert_eq!(theirs.parent.is_some(), ours.parent.is_some());
-        theirs.parent.into_iter().zip(ours.parent).for_each(|(theirs, ours)| self.check(theirs, ours));
-        let ends = (ours.tokens.len(), ours.tokens[0], ours.tokens[ours.tokens.len() - 1]);
+        theirs
+            .parent
+            .into_iter()
+            .zip(ours.parent)
+            .for_each(|(theirs, ours)| self.check(theirs, ours));
+        let ends = (
+            ours.tokens.len(),
+            ours.tokens[0],
+            ours.tokens[ours.tokens.len() - 1],
+        );
         assert_eq!(theirs.tokens, ends);
         assert_eq!(theirs.extra_keys, ours.extra_keys);
         let lora = ours.lora.clone().map(|lora| (lora.id, lora.name)).unzip();
@@ -85,14 +105,29 @@ impl Names {
 }
 
 fn lora(name: Arc<str>) -> Lora {
-    Lora { id: if &*name == "lora-x" { 1 } else { 2 }, name }
+    Lora {
+        id: if &*name == "lora-x" { 1 } else { 2 },
+        name,
+    }
 }
 
 /// Computes what was asked; checks what was cached.
 fn run(scheduler: &mut Scheduler, asked: Vec<Asked>, next: &mut u64) -> Vec<CacheEvent> {
     let mut expected = HashMap::new();
-    for Asked { prompt, answer, cached, lora: name, salt, session } in asked {
-        let keys = Keys { lora: name.map(lora), salt, session };
+    for Asked {
+        prompt,
+        answer,
+        cached,
+        lora: name,
+        salt,
+        session,
+    } in asked
+    {
+        let keys = Keys {
+            lora: name.map(lora),
+            salt,
+            session,
+        };
         let id = JobId(*next);
         *next += 1;
         expected.insert(id, cached);
@@ -115,7 +150,10 @@ fn every_event_of_a_real_engine_comes_out_the_same_in_the_same_order() {
     let data = include_str!("../../../tests/data/engine_sim/vllm-0.32.json");
     let mut events_seen = 0;
     for Series { blocks, scenarios } in serde_json::from_str::<Vec<Series>>(data).unwrap() {
-        let limits = Limits { max_num_batched_tokens: 2048, max_num_seqs: 8 };
+        let limits = Limits {
+            max_num_batched_tokens: 2048,
+            max_num_seqs: 8,
+        };
         let mut scheduler = Scheduler::new(Cache::new(32, blocks), limits);
         let (mut names, mut next) = (Names::default(), 0);
         for Scenario { name, ops, events } in scenarios {
@@ -130,8 +168,12 @@ fn every_event_of_a_real_engine_comes_out_the_same_in_the_same_order() {
             for (at, (theirs, ours)) in events.iter().zip(&ours).enumerate() {
                 match (theirs, ours) {
                     (Captured::Cleared, CacheEvent::Cleared) => names = Names::default(),
-                    (Captured::Removed(theirs), CacheEvent::Removed(ours)) => names.check(*theirs, *ours),
-                    (Captured::Stored(theirs), CacheEvent::Stored(ours)) => names.check_stored(theirs, ours),
+                    (Captured::Removed(theirs), CacheEvent::Removed(ours)) => {
+                        names.check(*theirs, *ours)
+                    }
+                    (Captured::Stored(theirs), CacheEvent::Stored(ours)) => {
+                        names.check_stored(theirs, ours)
+                    }
                     _ => panic!("{name}, event {at}: {theirs:?} against {ours:?}"),
                 }
             }

@@ -20,7 +20,8 @@ use super::rooms::{self, Task};
 use super::scheduler::{Output, Part};
 
 /// Each token with the place of its choice.
-pub(crate) type Outputs = SelectAll<Pin<Box<dyn Stream<Item = Result<(usize, Output), Refusal>> + Send>>>;
+pub(crate) type Outputs =
+    SelectAll<Pin<Box<dyn Stream<Item = Result<(usize, Output), Refusal>> + Send>>>;
 
 /// What a request became.
 pub(crate) struct Choices {
@@ -46,7 +47,11 @@ pub(crate) struct Order<'a> {
 }
 
 /// Puts every choice to work; `rank` says where.
-pub(crate) fn start(engine: &Arc<Engine>, order: &Order<'_>, rank: impl Fn(usize) -> Arc<Rank>) -> Choices {
+pub(crate) fn start(
+    engine: &Arc<Engine>,
+    order: &Order<'_>,
+    rank: impl Fn(usize) -> Arc<Rank>,
+) -> Choices {
     let mut choices = Choices {
         outputs: SelectAll::new(),
         lent: None,
@@ -57,9 +62,14 @@ pub(crate) fn start(engine: &Arc<Engine>, order: &Order<'_>, rank: impl Fn(usize
     for at in 0..order.prompts.len() * n {
         let prompt = &order.prompts[at / n];
         let answer = engine.tokens.answer(prompt, at % n, order.answer_len);
-        let task = Task { sequence: Sequence::new(prompt.clone(), order.keys.clone()), answer };
+        let task = Task {
+            sequence: Sequence::new(prompt.clone(), order.keys.clone()),
+            answer,
+        };
         let (tokens, lent) = one(engine, rank(at), order, (at, task));
-        choices.outputs.push(tokens.map(move |output| Ok((at, output?))).boxed());
+        choices
+            .outputs
+            .push(tokens.map(move |output| Ok((at, output?))).boxed());
         choices.lent = choices.lent.or(lent);
     }
     choices
@@ -75,23 +85,43 @@ fn one(
 ) -> (Tokens, Option<oneshot::Receiver<Lent>>) {
     let engine = engine.clone();
     match order.hand {
-        Hand::Whole => (tokens(rank.submit(task.sequence, task.answer, Part::Whole)).boxed(), None),
+        Hand::Whole => (
+            tokens(rank.submit(task.sequence, task.answer, Part::Whole)).boxed(),
+            None,
+        ),
         Hand::Lend(number) => {
             let name = engine.lease_name(order.name, *number).into();
-            let part = Part::Lend { name, can_be_aborted: false };
+            let part = Part::Lend {
+                name,
+                can_be_aborted: false,
+            };
             let mut ticket = rank.submit(task.sequence, task.answer, part);
             let lent = ticket.take_lent();
             (tokens(ticket).boxed(), lent)
         }
-        Hand::Fetch(source) => (fetched((engine, rank), order, source.clone(), (at, task)), None),
+        Hand::Fetch(source) => (
+            fetched((engine, rank), order, source.clone(), (at, task)),
+            None,
+        ),
         Hand::Host(rooms) => {
             let hosted = rooms::host(engine, rank, rooms[at], task);
             let outputs = async { Ok(stream::iter(hosted.await?).map(Ok)) };
             (stream::once(outputs).try_flatten().boxed(), None)
         }
         Hand::Visit(address, rooms) => {
-            let visited = rooms::visit(engine, rank, (address.clone(), rooms[at]), task, order.worst.clone());
-            (stream::once(async { Ok(tokens(visited.await?)) }).try_flatten().boxed(), None)
+            let visited = rooms::visit(
+                engine,
+                rank,
+                (address.clone(), rooms[at]),
+                task,
+                order.worst.clone(),
+            );
+            (
+                stream::once(async { Ok(tokens(visited.await?)) })
+                    .try_flatten()
+                    .boxed(),
+                None,
+            )
         }
     }
 }
@@ -113,7 +143,10 @@ fn fetched(
     let ticket = rank.submit(task.sequence, task.answer, Part::Fetch);
     let worst = order.worst.clone();
     // Who goes by the numbers of blocks cannot take one request's for another's.
-    let claim = source.blocks.is_none().then(|| engine.claims.enter(&source.request, &source.engine));
+    let claim = source
+        .blocks
+        .is_none()
+        .then(|| engine.claims.enter(&source.request, &source.engine));
     let fetched = async move {
         let ticket = match claim.as_ref().is_some_and(|claim| claim.is_taken) {
             true => fetch::fetch_in_vain((engine, rank), prompt, ticket, worst).await?,
@@ -128,5 +161,7 @@ fn fetched(
 }
 
 fn tokens(ticket: Ticket) -> impl Stream<Item = Result<Output, Refusal>> + Send {
-    stream::unfold(ticket, |mut ticket| async { Some((Ok(ticket.next().await?), ticket)) })
+    stream::unfold(ticket, |mut ticket| async {
+        Some((Ok(ticket.next().await?), ticket))
+    })
 }

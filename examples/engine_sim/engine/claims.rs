@@ -26,9 +26,15 @@ pub(crate) struct Claim {
 impl Claims {
     pub(crate) fn enter(&self, number: &str, engine: &str) -> Claim {
         let mut table = self.0.lock();
-        let (first, users) = table.entry(number.to_owned()).or_insert_with(|| (engine.to_owned(), 0));
+        let (first, users) = table
+            .entry(number.to_owned())
+            .or_insert_with(|| (engine.to_owned(), 0));
         *users += 1;
-        Claim { table: self.0.clone(), number: number.to_owned(), is_taken: first != engine }
+        Claim {
+            table: self.0.clone(),
+            number: number.to_owned(),
+            is_taken: first != engine,
+        }
     }
 }
 
@@ -52,7 +58,10 @@ mod tests {
         let claims = Claims::default();
         let first = claims.enter("17", "a");
         let (same, other) = (claims.enter("17", "a"), claims.enter("17", "b"));
-        assert_eq!([&first, &same, &other].map(|claim| claim.is_taken), [false, false, true]);
+        assert_eq!(
+            [&first, &same, &other].map(|claim| claim.is_taken),
+            [false, false, true]
+        );
         assert!(!claims.enter("18", "b").is_taken);
         drop((first, same));
         assert!(claims.enter("17", "b").is_taken, "one is left");

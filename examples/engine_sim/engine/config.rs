@@ -125,7 +125,10 @@ pub(crate) struct Events {
 
 impl Capacity {
     pub(crate) fn limits(&self) -> Limits {
-        Limits { max_num_batched_tokens: self.max_num_batched_tokens, max_num_seqs: self.max_num_seqs }
+        Limits {
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            max_num_seqs: self.max_num_seqs,
+        }
     }
 
     /// Never more than the cache holds: a longer request could not finish even alone.
@@ -140,7 +143,12 @@ impl Events {
         let offset = |endpoint: &String| endpoint_of_rank(endpoint, rank);
         Ok(Sockets {
             topic: self.topic.clone(),
-            events: self.events_endpoint.as_ref().map(offset).transpose()?.map(|at| (at, self.events_attach)),
+            events: self
+                .events_endpoint
+                .as_ref()
+                .map(offset)
+                .transpose()?
+                .map(|at| (at, self.events_attach)),
             replay: self.replay_endpoint.as_ref().map(offset).transpose()?,
             buffered_batches: self.buffer_steps,
         })
@@ -149,12 +157,31 @@ impl Events {
 
 impl EngineConfig {
     pub(crate) fn check(&self) -> anyhow::Result<()> {
-        let Capacity { block_size, num_blocks, max_num_batched_tokens, max_num_seqs, dp_size, .. } = self.capacity;
-        let least = [block_size, num_blocks, max_num_batched_tokens, max_num_seqs, dp_size as usize];
+        let Capacity {
+            block_size,
+            num_blocks,
+            max_num_batched_tokens,
+            max_num_seqs,
+            dp_size,
+            ..
+        } = self.capacity;
+        let least = [
+            block_size,
+            num_blocks,
+            max_num_batched_tokens,
+            max_num_seqs,
+            dp_size as usize,
+        ];
         ensure!(!least.contains(&0), "sizes and limits must be at least 1");
         ensure!(self.pace.speed > 0.0, "--speed must be above 0");
-        ensure!(!self.handover.kv_lease.is_zero(), "--kv-lease must be above 0");
-        ensure!(self.events.buffer_steps > 0, "--buffer-steps must be at least 1");
+        ensure!(
+            !self.handover.kv_lease.is_zero(),
+            "--kv-lease must be above 0"
+        );
+        ensure!(
+            self.events.buffer_steps > 0,
+            "--buffer-steps must be at least 1"
+        );
         Ok(())
     }
 }
@@ -163,12 +190,22 @@ impl EngineConfig {
 fn endpoint_of_rank(endpoint: &str, rank: u32) -> anyhow::Result<String> {
     let endpoint = endpoint.replace("//*", "//0.0.0.0");
     let Some(host_port) = endpoint.strip_prefix("tcp://") else {
-        return Ok(if rank == 0 { endpoint } else { format!("{endpoint}_dp{rank}") });
+        return Ok(if rank == 0 {
+            endpoint
+        } else {
+            format!("{endpoint}_dp{rank}")
+        });
     };
-    let (host, port) = host_port.rsplit_once(':').with_context(|| format!("{endpoint} has no port"))?;
-    let port: u16 = port.parse().with_context(|| format!("{endpoint} has no valid port"))?;
+    let (host, port) = host_port
+        .rsplit_once(':')
+        .with_context(|| format!("{endpoint} has no port"))?;
+    let port: u16 = port
+        .parse()
+        .with_context(|| format!("{endpoint} has no valid port"))?;
     let offset = if port == 0 { 0 } else { u16::try_from(rank)? };
-    let port = port.checked_add(offset).with_context(|| format!("{endpoint} has no port for rank {rank}"))?;
+    let port = port
+        .checked_add(offset)
+        .with_context(|| format!("{endpoint} has no port for rank {rank}"))?;
     Ok(format!("tcp://{host}:{port}"))
 }
 
@@ -186,17 +223,32 @@ mod tests {
             ("tcp://127.0.0.1:0", 2, "tcp://127.0.0.1:0"),
             ("ipc:///tmp/events", 1, "ipc:///tmp/events_dp1"),
         ] {
-            assert_eq!(endpoint_of_rank(endpoint, rank).unwrap(), expected, "{endpoint} of rank {rank}");
+            assert_eq!(
+                endpoint_of_rank(endpoint, rank).unwrap(),
+                expected,
+                "{endpoint} of rank {rank}"
+            );
         }
-        for (endpoint, rank) in [("tcp://127.0.0.1", 0), ("tcp://127.0.0.1:x", 0), ("tcp://127.0.0.1:65535", 1)] {
-            assert!(endpoint_of_rank(endpoint, rank).is_err(), "{endpoint} of rank {rank}");
+        for (endpoint, rank) in [
+            ("tcp://127.0.0.1", 0),
+            ("tcp://127.0.0.1:x", 0),
+            ("tcp://127.0.0.1:65535", 1),
+        ] {
+            assert!(
+                endpoint_of_rank(endpoint, rank).is_err(),
+                "{endpoint} of rank {rank}"
+            );
         }
     }
 
     #[test]
     fn the_longest_request_fits_the_cache() {
         let parse = |more: &[&str]| {
-            EngineConfig::parse_from(["engine", "--tokenizer", "t", "--num-blocks", "10"].iter().chain(more))
+            EngineConfig::parse_from(
+                ["engine", "--tokenizer", "t", "--num-blocks", "10"]
+                    .iter()
+                    .chain(more),
+            )
         };
         assert_eq!(parse(&[]).capacity.longest(), 160);
         assert_eq!(parse(&["--max-model-len", "100"]).capacity.longest(), 100);

@@ -62,7 +62,10 @@ pub(crate) struct Mood {
 
 impl Mood {
     pub(crate) fn new(faults: Faults) -> Self {
-        Self { faults: Mutex::new(faults), requests: AtomicU64::new(0) }
+        Self {
+            faults: Mutex::new(faults),
+            requests: AtomicU64::new(0),
+        }
     }
 
     pub(crate) fn faults(&self) -> Faults {
@@ -71,7 +74,9 @@ impl Mood {
 
     /// Changes the fields that `patch` has.
     pub(crate) fn change(&self, patch: Value) -> Result<Faults, String> {
-        let Value::Object(patch) = patch else { return Err("an object is expected".into()) };
+        let Value::Object(patch) = patch else {
+            return Err("an object is expected".into());
+        };
         let mut faults = self.faults.lock();
         let mut merged = serde_json::to_value(&*faults).map_err(|error| error.to_string())?;
         for (key, value) in patch {
@@ -86,7 +91,9 @@ impl Mood {
         let accepted = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
         let mut faults = self.faults.lock();
         match faults.crash {
-            Some(Crash::AfterRequests(limit)) if accepted >= limit => faults.crash = Some(Crash::NextStep),
+            Some(Crash::AfterRequests(limit)) if accepted >= limit => {
+                faults.crash = Some(Crash::NextStep)
+            }
             Some(Crash::NextRequest) => crash(),
             _ => {}
         }
@@ -113,18 +120,39 @@ mod tests {
 
     #[test]
     fn a_patch_changes_only_the_fields_it_has() {
-        let mood = Mood::new(Faults { hang: true, ..Faults::default() });
-        let changed = mood.change(json!({"refuse": 503, "drop_events": {"batches": 2}})).unwrap();
+        let mood = Mood::new(Faults {
+            hang: true,
+            ..Faults::default()
+        });
+        let changed = mood
+            .change(json!({"refuse": 503, "drop_events": {"batches": 2}}))
+            .unwrap();
         assert!(changed.hang);
         assert_eq!(changed.refuse, Some(503));
-        assert_eq!(changed.drop_events, Some(Drops { batches: 2, keep_for_replay: false }));
-        assert_eq!(mood.change(json!({"hang": false, "refuse": null})).unwrap().refuse, None);
+        assert_eq!(
+            changed.drop_events,
+            Some(Drops {
+                batches: 2,
+                keep_for_replay: false
+            })
+        );
+        assert_eq!(
+            mood.change(json!({"hang": false, "refuse": null}))
+                .unwrap()
+                .refuse,
+            None
+        );
     }
 
     #[test]
     fn unknown_and_wrong_fields_are_refused_and_change_nothing() {
         let mood = Mood::new(Faults::default());
-        for patch in [json!({"explode": true}), json!({"hang": 3}), json!({"crash": "now"}), json!(7)] {
+        for patch in [
+            json!({"explode": true}),
+            json!({"hang": 3}),
+            json!({"crash": "now"}),
+            json!(7),
+        ] {
             assert!(mood.change(patch.clone()).is_err(), "{patch}");
         }
         assert_eq!(mood.faults(), Faults::default());
@@ -133,7 +161,8 @@ mod tests {
     #[test]
     fn a_crash_after_requests_falls_due_with_the_last_of_them() {
         let mood = Mood::default();
-        mood.change(json!({"crash": {"after_requests": 2}})).unwrap();
+        mood.change(json!({"crash": {"after_requests": 2}}))
+            .unwrap();
         mood.accepted();
         assert_eq!(mood.faults().crash, Some(Crash::AfterRequests(2)));
         mood.accepted();

@@ -29,7 +29,11 @@ const SIGNS_PER_LEASE: u32 = 6;
 const NO_TOKEN: u32 = u32::MAX;
 
 /// Lends what a rank holds, for ever.
-pub(crate) async fn lend(engine_id: String, rank: Arc<Rank>, listener: TcpListener) -> io::Result<()> {
+pub(crate) async fn lend(
+    engine_id: String,
+    rank: Arc<Rank>,
+    listener: TcpListener,
+) -> io::Result<()> {
     let mut talks = JoinSet::new();
     loop {
         let (stream, _) = listener.accept().await?;
@@ -112,10 +116,16 @@ pub(crate) async fn fetch(
         blocks = ticket.room() => blocks,
         () = unclaimed.show_life(handover.kv_lease / SIGNS_PER_LEASE) => 0,
     };
-    let Some(source) = unclaimed.0.take() else { return Ok(ticket) };
+    let Some(source) = unclaimed.0.take() else {
+        return Ok(ticket);
+    };
     let begun = Instant::now();
     let (patience, takes) = (handover.kv_load_timeout, rank.pace.transfer(blocks));
-    let transfer = Transfer { source: source.clone(), blocks, block_size: engine.config.capacity.block_size };
+    let transfer = Transfer {
+        source: source.clone(),
+        blocks,
+        block_size: engine.config.capacity.block_size,
+    };
     let (choice, len) = (prompt.choice, prompt.answer_len);
     let pulling = {
         let engine = engine.clone();
@@ -127,20 +137,29 @@ pub(crate) async fn fetch(
             pulled
         }
     };
-    let pulled = tokio::spawn(pulling).await.unwrap_or_else(|error| Err(error.to_string()));
+    let pulled = tokio::spawn(pulling)
+        .await
+        .unwrap_or_else(|error| Err(error.to_string()));
     match pulled {
         Ok(loot) => {
             worst.note(loot.origin());
             match loot.wrong {
                 None => ticket.received(),
-                Some(of) => ticket.received_wrong(engine.tokens.answer(&[of, vec![NO_TOKEN]].concat(), choice, len)),
+                Some(of) => ticket.received_wrong(engine.tokens.answer(
+                    &[of, vec![NO_TOKEN]].concat(),
+                    choice,
+                    len,
+                )),
             }
             Ok(ticket)
         }
         Err(why) => {
             sleep_until(begun + patience).await;
             if handover.on_loss() == OnLoss::Fail {
-                return Err(Refusal::failed(format!("KV load of {} failed: {why}", source.request)));
+                return Err(Refusal::failed(format!(
+                    "KV load of {} failed: {why}",
+                    source.request
+                )));
             }
             ticket.recompute();
             Ok(ticket)
@@ -158,10 +177,17 @@ pub(crate) async fn fetch_in_vain(
 ) -> Result<Ticket, Refusal> {
     let blocks = ticket.room().await;
     sleep(rank.pace.transfer(blocks)).await;
-    let loot = Loot { wrong: Some(Vec::new()), was_kept: true };
+    let loot = Loot {
+        wrong: Some(Vec::new()),
+        was_kept: true,
+    };
     loot.count(&engine.counts);
     worst.note(loot.origin());
-    ticket.received_wrong(engine.tokens.answer(&[NO_TOKEN], prompt.choice, prompt.answer_len));
+    ticket.received_wrong(
+        engine
+            .tokens
+            .answer(&[NO_TOKEN], prompt.choice, prompt.answer_len),
+    );
     Ok(ticket)
 }
 
@@ -175,7 +201,11 @@ impl Loot {
     }
 
     fn count(&self, counts: &Counts) {
-        count(if self.wrong.is_some() { &counts.kv_mismatches } else { &counts.kv_transfers });
+        count(if self.wrong.is_some() {
+            &counts.kv_mismatches
+        } else {
+            &counts.kv_transfers
+        });
         if !self.was_kept {
             count(&counts.kv_stale_reads);
         }
@@ -192,7 +222,12 @@ struct Transfer {
 
 impl Transfer {
     /// What came, or why nothing could be had.
-    async fn pull(&self, prompt: &Prompt, patience: Duration, takes: Duration) -> Result<Loot, String> {
+    async fn pull(
+        &self,
+        prompt: &Prompt,
+        patience: Duration,
+        takes: Duration,
+    ) -> Result<Loot, String> {
         let source = self.reduced()?;
         let late = |_| "no answer in time".to_owned();
         let begin = async {
@@ -200,7 +235,10 @@ impl Transfer {
             line.ask(&word("begin", &source)).await?;
             io::Result::Ok(line)
         };
-        let mut line = timeout(patience, begin).await.map_err(late)?.map_err(|error| error.to_string())?;
+        let mut line = timeout(patience, begin)
+            .await
+            .map_err(late)?
+            .map_err(|error| error.to_string())?;
         sleep(takes).await;
         let taken = timeout(patience, line.ask(&word("take", &source))).await;
         let taken = taken.map_err(late)?.map_err(|error| error.to_string())?;
@@ -209,9 +247,17 @@ impl Transfer {
 
     /// As vLLM, only the last ones of the lender's blocks are read: the others are here.
     fn reduced(&self) -> Result<Source, String> {
-        let Some(numbers) = &self.source.blocks else { return Ok(self.source.clone()) };
-        let here = numbers.len().checked_sub(self.blocks).ok_or("the lender has fewer blocks than are needed")?;
-        Ok(Source { blocks: Some(numbers[here..].to_vec()), ..self.source.clone() })
+        let Some(numbers) = &self.source.blocks else {
+            return Ok(self.source.clone());
+        };
+        let here = numbers
+            .len()
+            .checked_sub(self.blocks)
+            .ok_or("the lender has fewer blocks than are needed")?;
+        Ok(Source {
+            blocks: Some(numbers[here..].to_vec()),
+            ..self.source.clone()
+        })
     }
 
     /// Whether the blocks are this prompt's: what no real engine asks.
@@ -224,12 +270,27 @@ impl Transfer {
         }
         let needed = Written::of_prompt(&prompt.tokens, &prompt.keys, self.block_size);
         let needed = &needed[needed.len() - self.blocks.min(needed.len())..];
-        let serves =
-            |(found, needed): (&Option<Written>, &Written)| found.as_ref().is_some_and(|found| found.serves(needed));
+        let serves = |(found, needed): (&Option<Written>, &Written)| {
+            found.as_ref().is_some_and(|found| found.serves(needed))
+        };
         let is_right = found.len() == needed.len() && found.iter().zip(needed).all(serves);
-        let is_first = self.source.first.zip(prompt.first).is_none_or(|(theirs, ours)| theirs == ours);
-        let tokens = || found.iter().flatten().flat_map(Written::tokens).copied().collect();
-        Ok(Loot { wrong: (!(is_right && is_first)).then(tokens), was_kept: taken["was_kept"] == json!(true) })
+        let is_first = self
+            .source
+            .first
+            .zip(prompt.first)
+            .is_none_or(|(theirs, ours)| theirs == ours);
+        let tokens = || {
+            found
+                .iter()
+                .flatten()
+                .flat_map(Written::tokens)
+                .copied()
+                .collect()
+        };
+        Ok(Loot {
+            wrong: (!(is_right && is_first)).then(tokens),
+            was_kept: taken["was_kept"] == json!(true),
+        })
     }
 }
 
@@ -249,7 +310,10 @@ impl Unclaimed {
 }
 
 async fn send(op: &str, source: &Source) -> io::Result<Value> {
-    Line::connect(&line::address(&source.host, source.port)).await?.ask(&word(op, source)).await
+    Line::connect(&line::address(&source.host, source.port))
+        .await?
+        .ask(&word(op, source))
+        .await
 }
 
 impl Drop for Unclaimed {

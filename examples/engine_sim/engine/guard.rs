@@ -17,15 +17,32 @@ use super::handover::Protocol;
 /// Open on an engine of SGLang's kind, with whatever follows; and what no engine has.
 const OPEN: [&str; 4] = ["/health", "/ready", "/metrics", "/sim/"];
 
-pub(crate) async fn admit(State(engine): State<Arc<Engine>>, request: Request, next: Next) -> Response {
-    let is_sglang = engine.config.handover.protocol().is_some_and(Protocol::is_sglang);
+pub(crate) async fn admit(
+    State(engine): State<Arc<Engine>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let is_sglang = engine
+        .config
+        .handover
+        .protocol()
+        .is_some_and(Protocol::is_sglang);
     let Some(key) = key(&engine.config.surface, is_sglang, request.uri().path()) else {
         return next.run(request).await;
     };
-    let brought = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let brought = request
+        .headers()
+        .get(header::AUTHORIZATION)
+        .and_then(|value| value.to_str().ok());
     match brought.and_then(|value| value.split_once(' ')) {
-        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") && token == key => next.run(request).await,
-        _ => (StatusCode::UNAUTHORIZED, Json(json!({"error": "Unauthorized"}))).into_response(),
+        Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") && token == key => {
+            next.run(request).await
+        }
+        _ => (
+            StatusCode::UNAUTHORIZED,
+            Json(json!({"error": "Unauthorized"})),
+        )
+            .into_response(),
     }
 }
 
@@ -64,7 +81,11 @@ mod tests {
             (None, Some("b"), true, "/abort_request", Some("b")),
             (None, Some("b"), true, "/v1/completions", None),
         ] {
-            assert_eq!(key(&surface(any, admin), is_sglang, path), expected, "{any:?} {admin:?} {is_sglang} {path}");
+            assert_eq!(
+                key(&surface(any, admin), is_sglang, path),
+                expected,
+                "{any:?} {admin:?} {is_sglang} {path}"
+            );
         }
     }
 }

@@ -113,7 +113,11 @@ impl Handover {
 
     /// What becomes of a request whose blocks are lost. Only vLLM has a choice.
     pub(crate) fn on_loss(&self) -> OnLoss {
-        if self.protocol() == Some(Protocol::Nixl) { self.kv_load_failure_policy } else { OnLoss::Fail }
+        if self.protocol() == Some(Protocol::Nixl) {
+            self.kv_load_failure_policy
+        } else {
+            OnLoss::Fail
+        }
     }
 }
 
@@ -185,12 +189,20 @@ impl Hand {
 
     /// What the engine that computed the prompt had cached of it. vLLM reports that instead of its own.
     pub(crate) fn cached_elsewhere(&self) -> Option<usize> {
-        if let Self::Fetch(source) = self { source.cached } else { None }
+        if let Self::Fetch(source) = self {
+            source.cached
+        } else {
+            None
+        }
     }
 
     /// How much is generated of `wanted` tokens. Only vLLM leaves it to the request that a prefill is one.
     pub(crate) fn answer_len(&self, protocol: Option<Protocol>, wanted: usize) -> usize {
-        if self.is_prefill() && protocol != Some(Protocol::Nixl) { 1 } else { wanted }
+        if self.is_prefill() && protocol != Some(Protocol::Nixl) {
+            1
+        } else {
+            wanted
+        }
     }
 }
 
@@ -264,33 +276,54 @@ impl Wishes {
     /// The names by which the request can be aborted. As in SGLang the prompts of a list have names of their own, made
     /// from the one given.
     pub(crate) fn names(&self) -> Vec<String> {
-        let prompts = self.prompt.as_array().filter(|prompts| prompts.first().is_some_and(|first| !first.is_number()));
+        let prompts = self
+            .prompt
+            .as_array()
+            .filter(|prompts| prompts.first().is_some_and(|first| !first.is_number()));
         match (&self.rid, prompts) {
             (None, _) => Vec::new(),
             (Some(OneOrMany::One(name)), None) => vec![name.clone()],
-            (Some(OneOrMany::One(name)), Some(prompts)) => {
-                (0..prompts.len()).map(|at| format!("{name}_{at}")).collect()
-            }
+            (Some(OneOrMany::One(name)), Some(prompts)) => (0..prompts.len())
+                .map(|at| format!("{name}_{at}"))
+                .collect(),
             (Some(OneOrMany::Many(names)), _) => names.clone(),
         }
     }
 
     /// What is wanted of an engine that speaks `protocol`, for so many choices of so many prompts.
-    pub(crate) fn hand(&self, protocol: Protocol, (prompts, choices): (usize, usize)) -> Result<Hand, String> {
+    pub(crate) fn hand(
+        &self,
+        protocol: Protocol,
+        (prompts, choices): (usize, usize),
+    ) -> Result<Hand, String> {
         match protocol {
-            Protocol::Nixl => self.kv_transfer_params.as_ref().map_or(Ok(Hand::Whole), Transfer::hand),
-            Protocol::Trtllm => self.disaggregated_params.as_ref().map_or(Ok(Hand::Whole), Disaggregated::hand),
+            Protocol::Nixl => self
+                .kv_transfer_params
+                .as_ref()
+                .map_or(Ok(Hand::Whole), Transfer::hand),
+            Protocol::Trtllm => self
+                .disaggregated_params
+                .as_ref()
+                .map_or(Ok(Hand::Whole), Disaggregated::hand),
             // There several answers to a prompt, and a run before them for their common prefix, all get its room.
-            Protocol::SglangPrefill | Protocol::SglangDecode if choices > 1 => {
-                Err(format!("n = {choices}: so many pairs would meet in one room"))
-            }
+            Protocol::SglangPrefill | Protocol::SglangDecode if choices > 1 => Err(format!(
+                "n = {choices}: so many pairs would meet in one room"
+            )),
             Protocol::SglangPrefill => Ok(Hand::Host(self.rooms(prompts)?)),
             Protocol::SglangDecode => {
                 let rooms = self.rooms(prompts)?;
                 let host = self.bootstrap_host.as_ref().and_then(OneOrMany::first);
                 let host = host.ok_or("a disaggregated request needs bootstrap_host")?;
-                let port = self.bootstrap_port.as_ref().and_then(OneOrMany::first).copied().flatten();
-                Ok(Hand::Visit(line::address(host, port.unwrap_or(8998)), rooms))
+                let port = self
+                    .bootstrap_port
+                    .as_ref()
+                    .and_then(OneOrMany::first)
+                    .copied()
+                    .flatten();
+                Ok(Hand::Visit(
+                    line::address(host, port.unwrap_or(8998)),
+                    rooms,
+                ))
             }
         }
     }
@@ -298,15 +331,25 @@ impl Wishes {
     /// One room per prompt: a list has them, a single number counts up.
     fn rooms(&self, prompts: usize) -> Result<Vec<u64>, String> {
         match &self.bootstrap_room {
-            None => Err("Invalid request: Disaggregated request received without bootstrap room id.".into()),
+            None => Err(
+                "Invalid request: Disaggregated request received without bootstrap room id.".into(),
+            ),
             Some(OneOrMany::One(first)) => Ok((0..prompts as u64).map(|at| first + at).collect()),
             Some(OneOrMany::Many(rooms)) if rooms.len() == prompts => Ok(rooms.clone()),
-            Some(OneOrMany::Many(rooms)) => Err(format!("{} bootstrap rooms for {prompts} prompts", rooms.len())),
+            Some(OneOrMany::Many(rooms)) => Err(format!(
+                "{} bootstrap rooms for {prompts} prompts",
+                rooms.len()
+            )),
         }
     }
 
     /// What TensorRT-LLM answers for a prompt it lends.
-    pub(crate) fn disaggregated(&self, door: &Door, lent: &Lent, (rank, first): (u32, Option<u32>)) -> Value {
+    pub(crate) fn disaggregated(
+        &self,
+        door: &Door,
+        lent: &Lent,
+        (rank, first): (u32, Option<u32>),
+    ) -> Value {
         let asked = self.disaggregated_params.clone().unwrap_or_default();
         let state = serde_json::to_vec(&door.source(lent)).unwrap_or_default();
         json!({
@@ -345,7 +388,9 @@ impl Transfer {
                 cached: self.remote_prefill_cached_tokens,
             })
         };
-        source().map(Hand::Fetch).ok_or_else(|| "kv_transfer_params: do_remote_prefill without all of remote_*".into())
+        source()
+            .map(Hand::Fetch)
+            .ok_or_else(|| "kv_transfer_params: do_remote_prefill without all of remote_*".into())
     }
 }
 
@@ -356,13 +401,27 @@ impl Disaggregated {
             "context_only" => Ok(Hand::Lend(self.disagg_request_id)),
             "generation_only" => {
                 let number = self.disagg_request_id.or(self.ctx_request_id);
-                let number = number.ok_or("generation_only without ctx_request_id or disagg_request_id")?;
-                let state =
-                    self.encoded_opaque_state.as_deref().ok_or("generation_only without encoded_opaque_state")?;
-                let state = BASE64_STANDARD.decode(state).map_err(|error| error.to_string())?;
-                let source: Source = serde_json::from_slice(&state).map_err(|error| error.to_string())?;
-                let first = self.first_gen_tokens.as_ref().and_then(|tokens| tokens.first()).copied();
-                Ok(Hand::Fetch(Source { request: number.to_string(), first, ..source }))
+                let number =
+                    number.ok_or("generation_only without ctx_request_id or disagg_request_id")?;
+                let state = self
+                    .encoded_opaque_state
+                    .as_deref()
+                    .ok_or("generation_only without encoded_opaque_state")?;
+                let state = BASE64_STANDARD
+                    .decode(state)
+                    .map_err(|error| error.to_string())?;
+                let source: Source =
+                    serde_json::from_slice(&state).map_err(|error| error.to_string())?;
+                let first = self
+                    .first_gen_tokens
+                    .as_ref()
+                    .and_then(|tokens| tokens.first())
+                    .copied();
+                Ok(Hand::Fetch(Source {
+                    request: number.to_string(),
+                    first,
+                    ..source
+                }))
             }
             other => Err(format!("unknown request_type {other:?}")),
         }

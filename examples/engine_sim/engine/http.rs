@@ -65,12 +65,17 @@ async fn sign(State(engine): State<Arc<Engine>>, request: Request, next: Next) -
         .iter()
         .filter_map(|name| {
             let value = request.headers().get(*name)?.clone();
-            Some((HeaderName::try_from(format!("x-received-{}", &name[2..])).ok()?, value))
+            Some((
+                HeaderName::try_from(format!("x-received-{}", &name[2..])).ok()?,
+                value,
+            ))
         })
         .collect();
     let mut response = next.run(request).await;
     response.headers_mut().extend(received);
-    response.headers_mut().insert("x-engine-id", HeaderValue::from(engine.config.id));
+    response
+        .headers_mut()
+        .insert("x-engine-id", HeaderValue::from(engine.config.id));
     response
 }
 
@@ -121,15 +126,20 @@ async fn generate(
 ) -> Result<Response, Refusal> {
     let faults = engine.mood.faults();
     hang_or_refuse(faults.hang, faults.refuse).await?;
-    let api = Api::of_path(uri.path()).filter(|api| matches!(api, Api::ChatCompletions | Api::Completions));
+    let api = Api::of_path(uri.path())
+        .filter(|api| matches!(api, Api::ChatCompletions | Api::Completions));
     let api = api.ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "no such endpoint".into()))?;
     let ask = Ask::read(&body).map_err(Refusal::bad)?;
     let keys = keys(&engine, &ask)?;
     let wishes = wishes(&engine, &body)?;
-    let asked_rank = engine.rank_asked(&headers, wishes.rank()).map_err(Refusal::bad)?;
+    let asked_rank = engine
+        .rank_asked(&headers, wishes.rank())
+        .map_err(Refusal::bad)?;
     let vocabulary = engine.tokens.clone();
     let encoded = tokio::task::spawn_blocking(move || vocabulary.prompts(api, &body)).await;
-    let prompts = encoded.map_err(|error| Refusal::bad(error.to_string()))?.map_err(Refusal::bad)?;
+    let prompts = encoded
+        .map_err(|error| Refusal::bad(error.to_string()))?
+        .map_err(Refusal::bad)?;
     check_length(&engine, &ask, &prompts)?;
     let hand = hand(&engine, &wishes, (prompts.len(), ask.choices()))?;
     let rank = rank_of(&engine, &hand, asked_rank)?;
@@ -140,22 +150,64 @@ async fn generate(
         return Ok(answered);
     }
 
-    let model = ask.model.clone().unwrap_or_else(|| engine.config.model.clone());
-    let name = headers.get("x-request-id").and_then(|id| id.to_str().ok()).map(str::to_owned);
+    let model = ask
+        .model
+        .clone()
+        .unwrap_or_else(|| engine.config.model.clone());
+    let name = headers
+        .get("x-request-id")
+        .and_then(|id| id.to_str().ok())
+        .map(str::to_owned);
     let name = name.unwrap_or_else(|| engine.next_name());
     let abortable = engine.aborts.enter(wishes.names());
-    let answer = Answer::new((api, &ask), (model, &name), prompts.clone(), engine.tokens.clone());
-    let answer = if engine.config.surface.no_prompt_tokens_details { answer.silent_on_cache() } else { answer };
+    let answer = Answer::new(
+        (api, &ask),
+        (model, &name),
+        prompts.clone(),
+        engine.tokens.clone(),
+    );
+    let answer = if engine.config.surface.no_prompt_tokens_details {
+        answer.silent_on_cache()
+    } else {
+        answer
+    };
     let answer = answer.cached_elsewhere(hand.cached_elsewhere());
     let worst = Worst::default();
     let answer = answer.telling(engine.config.handover.protocol().map(|_| worst.clone()));
     let answer_len = hand.answer_len(engine.config.handover.protocol(), ask.max_tokens());
-    let order = Order { ask: &ask, hand: &hand, keys: &keys, prompts: &prompts, name: answer.id(), answer_len, worst };
-    let on = |at| if let Hand::Host(rooms) = &hand { engine.rank_of_room(rooms[at]) } else { rank.clone() };
+    let order = Order {
+        ask: &ask,
+        hand: &hand,
+        keys: &keys,
+        prompts: &prompts,
+        name: answer.id(),
+        answer_len,
+        worst,
+    };
+    let on = |at| {
+        if let Hand::Host(rooms) = &hand {
+            engine.rank_of_room(rooms[at])
+        } else {
+            rank.clone()
+        }
+    };
     let choices = choices::start(&engine, &order, on);
-    let under_way = UnderWay { engine, rank: rank.clone(), wishes, choices, abortable, answer };
-    let mut response = if ask.streams() { under_way.stream().await? } else { under_way.document().await? };
-    response.headers_mut().insert("x-served-dp-rank", HeaderValue::from(rank.number));
+    let under_way = UnderWay {
+        engine,
+        rank: rank.clone(),
+        wishes,
+        choices,
+        abortable,
+        answer,
+    };
+    let mut response = if ask.streams() {
+        under_way.stream().await?
+    } else {
+        under_way.document().await?
+    };
+    response
+        .headers_mut()
+        .insert("x-served-dp-rank", HeaderValue::from(rank.number));
     Ok(response)
 }
 
@@ -179,7 +231,9 @@ async fn trouble_prefills(engine: &Engine) -> Result<Option<Response>, Refusal> 
     let faults = engine.mood.faults();
     hang_or_refuse(faults.hang_prefills, faults.refuse_prefills).await?;
     tokio::time::sleep(Duration::from_millis(faults.slow_prefill_ms)).await;
-    let error = faults.fail_prefills_with_200.then(|| Refusal::failed("told to fail with status 200").error());
+    let error = faults
+        .fail_prefills_with_200
+        .then(|| Refusal::failed("told to fail with status 200").error());
     Ok(error.map(|error| Json(error).into_response()))
 }
 
@@ -192,23 +246,31 @@ fn wishes(engine: &Engine, body: &Bytes) -> Result<Wishes, Refusal> {
 }
 
 fn hand(engine: &Engine, wishes: &Wishes, count: (usize, usize)) -> Result<Hand, Refusal> {
-    let Some(protocol) = engine.config.handover.protocol() else { return Ok(Hand::Whole) };
-    wishes.hand(protocol, count).map_err(|problem| match protocol {
-        // vLLM fails inside.
-        Protocol::Nixl => Refusal::failed(problem),
-        _ => Refusal::bad(problem),
-    })
+    let Some(protocol) = engine.config.handover.protocol() else {
+        return Ok(Hand::Whole);
+    };
+    wishes
+        .hand(protocol, count)
+        .map_err(|problem| match protocol {
+            // vLLM fails inside.
+            Protocol::Nixl => Refusal::failed(problem),
+            _ => Refusal::bad(problem),
+        })
 }
 
 /// The rank asked for, that of the room, or the next in turn. A room belongs to one rank.
 fn rank_of(engine: &Engine, hand: &Hand, asked: Option<Arc<Rank>>) -> Result<Arc<Rank>, Refusal> {
-    let Hand::Host(rooms) = hand else { return Ok(asked.unwrap_or_else(|| engine.rank_in_turn())) };
+    let Hand::Host(rooms) = hand else {
+        return Ok(asked.unwrap_or_else(|| engine.rank_in_turn()));
+    };
     for &room in rooms {
         let rank = engine.rank_of_room(room);
         if let Some(asked) = asked.as_ref().filter(|asked| asked.number != rank.number) {
             count(&engine.counts.rooms_mismatched);
             let (asked, rank) = (asked.number, rank.number);
-            return Err(Refusal::bad(format!("bootstrap_room {room} is of rank {rank}, not of rank {asked}")));
+            return Err(Refusal::bad(format!(
+                "bootstrap_room {room} is of rank {rank}, not of rank {asked}"
+            )));
         }
     }
     Ok(engine.rank_of_room(rooms.first().copied().unwrap_or_default()))
@@ -219,14 +281,19 @@ pub(crate) fn keys(engine: &Engine, ask: &Ask) -> Result<Keys, Refusal> {
     let lora = match ask.model.as_deref() {
         None => None,
         Some(model) if model == engine.config.model => None,
-        Some(model) => Some(
-            engine
-                .lora(model)
-                .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, format!("The model `{model}` does not exist.")))?,
-        ),
+        Some(model) => Some(engine.lora(model).ok_or_else(|| {
+            Refusal(
+                StatusCode::NOT_FOUND,
+                format!("The model `{model}` does not exist."),
+            )
+        })?),
     };
     let salt = ask.cache_salt.as_deref().map(Arc::from);
-    Ok(Keys { lora, salt, session: ask.session_id.as_deref().map(Arc::from) })
+    Ok(Keys {
+        lora,
+        salt,
+        session: ask.session_id.as_deref().map(Arc::from),
+    })
 }
 
 fn check_length(engine: &Engine, ask: &Ask, prompts: &[Vec<u32>]) -> Result<(), Refusal> {
@@ -237,7 +304,9 @@ fn check_length(engine: &Engine, ask: &Ask, prompts: &[Vec<u32>]) -> Result<(), 
             return Err(Refusal::bad("The prompt is empty."));
         }
         if wanted > longest || len > longest - wanted {
-            let problem = format!("{len} prompt tokens and {wanted} more exceed the context length of {longest}.");
+            let problem = format!(
+                "{len} prompt tokens and {wanted} more exceed the context length of {longest}."
+            );
             return Err(Refusal::bad(problem));
         }
     }
@@ -257,9 +326,19 @@ async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
 
 async fn metrics_page(State(engine): State<Arc<Engine>>) -> impl IntoResponse {
     let samples: Vec<_> = engine.ranks.iter().map(|rank| rank.sample()).collect();
-    let content = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    let own = metrics::render_own(&engine.config.model, &samples, (&engine.counts, engine.rooms.waiting()));
-    (content, metrics::render(&engine.config.model, &samples) + &own)
+    let content = [(
+        header::CONTENT_TYPE,
+        "text/plain; version=0.0.4; charset=utf-8",
+    )];
+    let own = metrics::render_own(
+        &engine.config.model,
+        &samples,
+        (&engine.counts, engine.rooms.waiting()),
+    );
+    (
+        content,
+        metrics::render(&engine.config.model, &samples) + &own,
+    )
 }
 
 /// As vLLM, 200 whether or not a busy rank refused; the body tells.
@@ -287,7 +366,8 @@ async fn faults(State(engine): State<Arc<Engine>>) -> Json<Value> {
 }
 
 async fn misbehave(State(engine): State<Arc<Engine>>, body: Bytes) -> Result<Json<Value>, Refusal> {
-    let patch: Value = serde_json::from_slice(&body).map_err(|error| Refusal::bad(error.to_string()))?;
+    let patch: Value =
+        serde_json::from_slice(&body).map_err(|error| Refusal::bad(error.to_string()))?;
     let touches_events = patch.get("drop_events").is_some();
     let faults = engine.mood.change(patch).map_err(Refusal::bad)?;
     if touches_events {
@@ -297,7 +377,10 @@ async fn misbehave(State(engine): State<Arc<Engine>>, body: Bytes) -> Result<Jso
 }
 
 /// Serves until the task is dropped.
-pub(crate) async fn serve(engine: Arc<Engine>, listener: tokio::net::TcpListener) -> Result<Infallible, io::Error> {
+pub(crate) async fn serve(
+    engine: Arc<Engine>,
+    listener: tokio::net::TcpListener,
+) -> Result<Infallible, io::Error> {
     axum::serve(listener, router(engine)).await?;
     Err(io::Error::other("the HTTP server ended"))
 }

@@ -39,7 +39,11 @@ impl Leases {
         sequence: Sequence,
         until: Option<Instant>,
     ) -> (Lent, Option<Sequence>) {
-        let lent = Lent { name: name.clone(), blocks: sequence.block_numbers(), tokens: sequence.computed() };
+        let lent = Lent {
+            name: name.clone(),
+            blocks: sequence.block_numbers(),
+            tokens: sequence.computed(),
+        };
         let replaced = self.held.insert(name, Lease { sequence, until });
         (lent, replaced.map(|lease| lease.sequence))
     }
@@ -64,7 +68,11 @@ impl Leases {
     /// Ends those whose time is over; their blocks are to be released.
     pub(crate) fn expire(&mut self, now: Instant) -> Vec<Sequence> {
         let over = |_: &Arc<str>, lease: &mut Lease| lease.until.is_some_and(|until| until <= now);
-        let expired: Vec<_> = self.held.extract_if(over).map(|(_, lease)| lease.sequence).collect();
+        let expired: Vec<_> = self
+            .held
+            .extract_if(over)
+            .map(|(_, lease)| lease.sequence)
+            .collect();
         self.expired += expired.len() as u64;
         expired
     }
@@ -99,7 +107,12 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut leases = Leases::default();
-        for (name, until) in [("a", Some(at(10))), ("b", Some(at(10))), ("c", Some(at(10))), ("d", None)] {
+        for (name, until) in [
+            ("a", Some(at(10))),
+            ("b", Some(at(10))),
+            ("c", Some(at(10))),
+            ("d", None),
+        ] {
             leases.grant(name.into(), sequence(), until);
         }
         leases.extend("b", at(20));
@@ -108,9 +121,19 @@ mod tests {
         leases.extend("nobody", at(99));
         assert!(leases.take("a").is_some() && leases.take("a").is_none());
         assert_eq!(leases.next_end(), Some(at(10)));
-        assert_eq!((leases.expire(at(9)).len(), leases.expire(at(10)).len()), (0, 1));
+        assert_eq!(
+            (leases.expire(at(9)).len(), leases.expire(at(10)).len()),
+            (0, 1)
+        );
         assert!(leases.blocks("c").is_none() && leases.blocks("b").is_some());
-        assert_eq!((leases.expire(at(100)).len(), leases.held(), leases.expired()), (1, 1, 2));
+        assert_eq!(
+            (
+                leases.expire(at(100)).len(),
+                leases.held(),
+                leases.expired()
+            ),
+            (1, 1, 2)
+        );
         assert_eq!(leases.next_end(), None);
     }
 

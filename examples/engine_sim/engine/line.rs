@@ -9,8 +9,15 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 /// Host and port as one; an IPv6 address may come with or without its brackets.
 pub(crate) fn address(host: &str, port: u16) -> String {
-    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
-    if bare.contains(':') { format!("[{bare}]:{port}") } else { format!("{bare}:{port}") }
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'))
+        .unwrap_or(host);
+    if bare.contains(':') {
+        format!("[{bare}]:{port}")
+    } else {
+        format!("{bare}:{port}")
+    }
 }
 
 #[derive(Debug)]
@@ -26,7 +33,11 @@ impl Line {
         // Without it small answers wait for the other side's acknowledgement; only slower when it fails.
         stream.set_nodelay(true).ok();
         let (reader, writer) = stream.into_split();
-        Self { reader: BufReader::new(reader), writer, begun: Vec::new() }
+        Self {
+            reader: BufReader::new(reader),
+            writer,
+            begun: Vec::new(),
+        }
     }
 
     pub(crate) async fn connect(address: &str) -> io::Result<Self> {
@@ -64,9 +75,12 @@ mod tests {
 
     #[test]
     fn addresses_of_ip_version_6_may_have_their_brackets_or_not() {
-        for (host, expected) in
-            [("p-0", "p-0:8998"), ("10.0.0.1", "10.0.0.1:8998"), ("::1", "[::1]:8998"), ("[fd00::2]", "[fd00::2]:8998")]
-        {
+        for (host, expected) in [
+            ("p-0", "p-0:8998"),
+            ("10.0.0.1", "10.0.0.1:8998"),
+            ("::1", "[::1]:8998"),
+            ("[fd00::2]", "[fd00::2]:8998"),
+        ] {
             assert_eq!(address(host, 8998), expected);
         }
     }

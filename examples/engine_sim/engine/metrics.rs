@@ -7,14 +7,16 @@ use super::handover::Counts;
 use super::scheduler::Totals;
 
 const FIRST_TOKEN: &[f64] = &[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 ];
-const BETWEEN_TOKENS: &[f64] =
-    &[0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0];
+const BETWEEN_TOKENS: &[f64] = &[
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+];
 const WHOLE_REQUEST: &[f64] = &[
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
 ];
 
 /// Counts of observations by upper bound.
@@ -28,11 +30,19 @@ pub(crate) struct Histogram {
 
 impl Histogram {
     fn new(bounds: &'static [f64]) -> Self {
-        Self { bounds, counts: vec![0; bounds.len()], sum: 0.0, count: 0 }
+        Self {
+            bounds,
+            counts: vec![0; bounds.len()],
+            sum: 0.0,
+            count: 0,
+        }
     }
 
     pub(crate) fn observe(&mut self, seconds: f64) {
-        if let Some(count) = self.counts.get_mut(self.bounds.partition_point(|&bound| bound < seconds)) {
+        if let Some(count) = self
+            .counts
+            .get_mut(self.bounds.partition_point(|&bound| bound < seconds))
+        {
             *count += 1;
         }
         self.sum += seconds;
@@ -84,36 +94,95 @@ type Family = (&'static str, &'static str, &'static str);
 type Figures = Vec<(&'static str, f64)>;
 
 fn figures(sample: &Sample) -> Vec<(Family, Figures)> {
-    let (totals, usage) = (sample.totals, sample.used_blocks as f64 / sample.num_blocks as f64);
+    let (totals, usage) = (
+        sample.totals,
+        sample.used_blocks as f64 / sample.num_blocks as f64,
+    );
     let one = |value: f64| vec![("", value)];
     let count = |value: u64| vec![("", value as f64)];
-    let computed = totals.prompt_tokens.saturating_sub(totals.prefix_hits + totals.fetched);
+    let computed = totals
+        .prompt_tokens
+        .saturating_sub(totals.prefix_hits + totals.fetched);
     let by_source = |source, value: u64| (source, value as f64);
     vec![
-        (("num_requests_running", "gauge", "Requests in the batch."), one(sample.running as f64)),
-        (("num_requests_waiting", "gauge", "Requests in the queue."), one(sample.waiting as f64)),
         (
-            ("num_requests_waiting_by_reason", "gauge", "Requests in the queue by reason."),
+            ("num_requests_running", "gauge", "Requests in the batch."),
+            one(sample.running as f64),
+        ),
+        (
+            ("num_requests_waiting", "gauge", "Requests in the queue."),
+            one(sample.waiting as f64),
+        ),
+        (
+            (
+                "num_requests_waiting_by_reason",
+                "gauge",
+                "Requests in the queue by reason.",
+            ),
             vec![
-                (",reason=\"capacity\"", (sample.waiting - sample.deferred) as f64),
+                (
+                    ",reason=\"capacity\"",
+                    (sample.waiting - sample.deferred) as f64,
+                ),
                 (",reason=\"deferred\"", sample.deferred as f64),
             ],
         ),
-        (("kv_cache_usage_perc", "gauge", "Share of blocks held by requests."), one(usage)),
-        (("prefix_cache_queries_total", "counter", "Prompt tokens looked up."), count(totals.prefix_queries)),
-        (("prefix_cache_hits_total", "counter", "Prompt tokens found cached."), count(totals.prefix_hits)),
-        (("num_preemptions_total", "counter", "Preempted requests."), count(totals.preemptions)),
-        (("prompt_tokens_total", "counter", "Prompt tokens processed."), count(totals.prompt_tokens)),
         (
-            ("prompt_tokens_by_source_total", "counter", "Prompt tokens by source."),
+            (
+                "kv_cache_usage_perc",
+                "gauge",
+                "Share of blocks held by requests.",
+            ),
+            one(usage),
+        ),
+        (
+            (
+                "prefix_cache_queries_total",
+                "counter",
+                "Prompt tokens looked up.",
+            ),
+            count(totals.prefix_queries),
+        ),
+        (
+            (
+                "prefix_cache_hits_total",
+                "counter",
+                "Prompt tokens found cached.",
+            ),
+            count(totals.prefix_hits),
+        ),
+        (
+            ("num_preemptions_total", "counter", "Preempted requests."),
+            count(totals.preemptions),
+        ),
+        (
+            ("prompt_tokens_total", "counter", "Prompt tokens processed."),
+            count(totals.prompt_tokens),
+        ),
+        (
+            (
+                "prompt_tokens_by_source_total",
+                "counter",
+                "Prompt tokens by source.",
+            ),
             vec![
                 by_source(",source=\"local_compute\"", computed),
                 by_source(",source=\"local_cache_hit\"", totals.prefix_hits),
                 by_source(",source=\"external_kv_transfer\"", totals.fetched),
             ],
         ),
-        (("prompt_tokens_cached_total", "counter", "Prompt tokens not computed."), count(totals.prefix_hits)),
-        (("generation_tokens_total", "counter", "Generated tokens."), count(totals.generation_tokens)),
+        (
+            (
+                "prompt_tokens_cached_total",
+                "counter",
+                "Prompt tokens not computed.",
+            ),
+            count(totals.prefix_hits),
+        ),
+        (
+            ("generation_tokens_total", "counter", "Generated tokens."),
+            count(totals.generation_tokens),
+        ),
         (
             ("request_success_total", "counter", "Finished requests."),
             vec![
@@ -127,40 +196,97 @@ fn figures(sample: &Sample) -> Vec<(Family, Figures)> {
 fn histograms(durations: &Durations) -> [(Family, &Histogram); 4] {
     let family = |name, help| (name, "histogram", help);
     [
-        (family("time_to_first_token_seconds", "Time to first token."), &durations.first_token),
-        (family("inter_token_latency_seconds", "Time between tokens."), &durations.between_tokens),
-        (family("e2e_request_latency_seconds", "Time of a whole request."), &durations.whole_request),
-        (family("request_queue_time_seconds", "Time in the queue."), &durations.queue),
+        (
+            family("time_to_first_token_seconds", "Time to first token."),
+            &durations.first_token,
+        ),
+        (
+            family("inter_token_latency_seconds", "Time between tokens."),
+            &durations.between_tokens,
+        ),
+        (
+            family("e2e_request_latency_seconds", "Time of a whole request."),
+            &durations.whole_request,
+        ),
+        (
+            family("request_queue_time_seconds", "Time in the queue."),
+            &durations.queue,
+        ),
     ]
 }
 
 /// What no real engine counts, under the simulator's own name.
-pub(crate) fn render_own(model: &str, samples: &[Sample], (counts, rooms_waiting): (&Counts, usize)) -> String {
-    let read = |counter: &std::sync::atomic::AtomicU64| counter.load(std::sync::atomic::Ordering::Relaxed);
+pub(crate) fn render_own(
+    model: &str,
+    samples: &[Sample],
+    (counts, rooms_waiting): (&Counts, usize),
+) -> String {
+    let read =
+        |counter: &std::sync::atomic::AtomicU64| counter.load(std::sync::atomic::Ordering::Relaxed);
     let leases = samples.iter().map(|sample| sample.leases as u64).sum();
     let expired = samples.iter().map(|sample| sample.leases_expired).sum();
     let mut page = String::new();
     for (name, kind, help, value) in [
-        ("kv_leases", "gauge", "Prompts whose blocks wait for another engine.", leases),
-        ("kv_leases_expired_total", "counter", "Prompts nobody came for in time.", expired),
-        ("kv_transfers_total", "counter", "Prompts fetched from another engine.", read(&counts.kv_transfers)),
-        ("kv_mismatches_total", "counter", "Fetched blocks of another prompt.", read(&counts.kv_mismatches)),
+        (
+            "kv_leases",
+            "gauge",
+            "Prompts whose blocks wait for another engine.",
+            leases,
+        ),
+        (
+            "kv_leases_expired_total",
+            "counter",
+            "Prompts nobody came for in time.",
+            expired,
+        ),
+        (
+            "kv_transfers_total",
+            "counter",
+            "Prompts fetched from another engine.",
+            read(&counts.kv_transfers),
+        ),
+        (
+            "kv_mismatches_total",
+            "counter",
+            "Fetched blocks of another prompt.",
+            read(&counts.kv_mismatches),
+        ),
         (
             "kv_stale_reads_total",
             "counter",
             "Prompts read from blocks that nobody kept for them any more.",
             read(&counts.kv_stale_reads),
         ),
-        ("rooms_waiting", "gauge", "Rooms of this prefill engine in which one side waits.", rooms_waiting as u64),
-        ("rooms_met_total", "counter", "Rooms in which both sides met.", read(&counts.rooms_met)),
-        ("rooms_unmet_total", "counter", "Rooms in which one side stayed alone.", read(&counts.rooms_unmet)),
+        (
+            "rooms_waiting",
+            "gauge",
+            "Rooms of this prefill engine in which one side waits.",
+            rooms_waiting as u64,
+        ),
+        (
+            "rooms_met_total",
+            "counter",
+            "Rooms in which both sides met.",
+            read(&counts.rooms_met),
+        ),
+        (
+            "rooms_unmet_total",
+            "counter",
+            "Rooms in which one side stayed alone.",
+            read(&counts.rooms_unmet),
+        ),
         (
             "rooms_mismatched_total",
             "counter",
             "Rooms of another prompt, of another rank or taken twice.",
             read(&counts.rooms_mismatched),
         ),
-        ("aborted_total", "counter", "Requests aborted by name.", read(&counts.aborted)),
+        (
+            "aborted_total",
+            "counter",
+            "Requests aborted by name.",
+            read(&counts.aborted),
+        ),
         (
             "prefills_asked_total",
             "counter",
@@ -169,8 +295,17 @@ pub(crate) fn render_own(model: &str, samples: &[Sample], (counts, rooms_waiting
         ),
     ] {
         // Writing to a String cannot fail.
-        writeln!(page, "# HELP engine_sim:{name} {help}\n# TYPE engine_sim:{name} {kind}").ok();
-        writeln!(page, "engine_sim:{name}{{model_name=\"{model}\"}} {:?}", value as f64).ok();
+        writeln!(
+            page,
+            "# HELP engine_sim:{name} {help}\n# TYPE engine_sim:{name} {kind}"
+        )
+        .ok();
+        writeln!(
+            page,
+            "engine_sim:{name}{{model_name=\"{model}\"}} {:?}",
+            value as f64
+        )
+        .ok();
     }
     page
 }
@@ -178,7 +313,9 @@ pub(crate) fn render_own(model: &str, samples: &[Sample], (counts, rooms_waiting
 /// The page.
 pub(crate) fn render(model: &str, samples: &[Sample]) -> String {
     let mut page = String::new();
-    let Some(first) = samples.first() else { return page };
+    let Some(first) = samples.first() else {
+        return page;
+    };
     for (at, (family, _)) in figures(first).iter().enumerate() {
         header(&mut page, *family);
         for sample in samples {
@@ -195,15 +332,32 @@ pub(crate) fn render(model: &str, samples: &[Sample]) -> String {
     for (at, (family, _)) in histograms(&first.durations).iter().enumerate() {
         header(&mut page, *family);
         for sample in samples {
-            histogram(&mut page, family.0, (sample.rank, model), histograms(&sample.durations)[at].1);
+            histogram(
+                &mut page,
+                family.0,
+                (sample.rank, model),
+                histograms(&sample.durations)[at].1,
+            );
         }
     }
-    header(&mut page, ("cache_config_info", "gauge", "Cache configuration."));
+    header(
+        &mut page,
+        ("cache_config_info", "gauge", "Cache configuration."),
+    );
     // As in vLLM, each line has the blocks of all ranks and the tokens of its own rank.
     let all_blocks: usize = samples.iter().map(|sample| sample.num_blocks).sum();
     for sample in samples {
-        let Sample { rank, block_size, num_blocks, .. } = sample;
-        let caching = if sample.prefix_caching { "True" } else { "False" };
+        let Sample {
+            rank,
+            block_size,
+            num_blocks,
+            ..
+        } = sample;
+        let caching = if sample.prefix_caching {
+            "True"
+        } else {
+            "False"
+        };
         let labels = format!(
             "block_size=\"{block_size}\",enable_prefix_caching=\"{caching}\",engine=\"{rank}\",\
              kv_cache_size_tokens=\"{}\",num_gpu_blocks=\"{all_blocks}\",prefix_caching_hash_algo=\"xxh3\"",
@@ -235,7 +389,12 @@ fn histogram(page: &mut String, name: &str, (rank, model): (u32, &str), histogra
     let labels = format!("engine=\"{rank}\",le=\"+Inf\",model_name=\"{model}\"");
     line(page, &bucket, &labels, histogram.count as f64);
     let labels = format!("engine=\"{rank}\",model_name=\"{model}\"");
-    line(page, &format!("{name}_count"), &labels, histogram.count as f64);
+    line(
+        page,
+        &format!("{name}_count"),
+        &labels,
+        histogram.count as f64,
+    );
     line(page, &format!("{name}_sum"), &labels, histogram.sum);
 }
 
@@ -248,7 +407,12 @@ mod tests {
         for seconds in [0.001, 0.015, 9000.0] {
             durations.first_token.observe(seconds);
         }
-        let totals = Totals { prefix_queries: 40, prefix_hits: 16, prompt_tokens: 40, ..Totals::default() };
+        let totals = Totals {
+            prefix_queries: 40,
+            prefix_hits: 16,
+            prompt_tokens: 40,
+            ..Totals::default()
+        };
         Sample {
             rank,
             running: 2,
@@ -278,7 +442,10 @@ mod tests {
             "engine_sim:rooms_met_total{model_name=\"m\"} 1.0",
             "engine_sim:aborted_total{model_name=\"m\"} 0.0",
         ] {
-            assert!(page.lines().any(|line| line == expected), "{expected}\n{page}");
+            assert!(
+                page.lines().any(|line| line == expected),
+                "{expected}\n{page}"
+            );
         }
     }
 
@@ -300,12 +467,18 @@ mod tests {
             "vllm:time_to_first_token_seconds_bucket{engine=\"0\",le=\"+Inf\",model_name=\"m\"} 3.0",
             "vllm:time_to_first_token_seconds_count{engine=\"1\",model_name=\"m\"} 3.0",
         ] {
-            assert!(page.lines().any(|line| line == expected), "{expected}\n{page}");
+            assert!(
+                page.lines().any(|line| line == expected),
+                "{expected}\n{page}"
+            );
         }
         // vLLM reports the sum of the blocks over all ranks, and the tokens of one rank.
         assert!(page.contains("block_size=\"16\"") && page.contains("num_gpu_blocks=\"64\""));
         assert!(page.contains("kv_cache_size_tokens=\"512\""));
-        let families: Vec<_> = page.lines().filter(|line| line.starts_with("# TYPE")).collect();
+        let families: Vec<_> = page
+            .lines()
+            .filter(|line| line.starts_with("# TYPE"))
+            .collect();
         let unique: std::collections::BTreeSet<_> = families.iter().collect();
         assert_eq!(families.len(), unique.len(), "a family is announced once");
     }

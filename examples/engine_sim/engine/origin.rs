@@ -42,7 +42,9 @@ impl Worst {
 
     pub(crate) fn word(&self) -> &'static str {
         let now = self.0.load(Ordering::Relaxed);
-        ALL.iter().find(|(origin, _)| *origin as u8 == now).map_or("computed", |(_, word)| word)
+        ALL.iter()
+            .find(|(origin, _)| *origin as u8 == now)
+            .map_or("computed", |(_, word)| word)
     }
 }
 
@@ -54,10 +56,21 @@ mod tests {
     fn the_worst_of_all_choices_is_told() {
         let worst = Worst::default();
         let mut told = vec![worst.word()];
-        for origin in [Origin::Fetched, Origin::Computed, Origin::Stale, Origin::Mismatch, Origin::Fetched] {
+        for origin in [
+            Origin::Fetched,
+            Origin::Computed,
+            Origin::Stale,
+            Origin::Mismatch,
+            Origin::Fetched,
+        ] {
             worst.note(origin);
             told.push(worst.word());
         }
-        assert_eq!(told, ["computed", "fetched", "fetched", "stale", "mismatch", "mismatch"]);
+        assert_eq!(
+            told,
+            [
+                "computed", "fetched", "fetched", "stale", "mismatch", "mismatch"
+            ]
+        );
     }
 }

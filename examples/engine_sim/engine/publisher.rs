@@ -13,7 +13,9 @@ use futures_util::StreamExt as _;
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use zeromq::{PubSocket, RouterSocket, Socket, SocketEvent, SocketOptions, SocketRecv, SocketSend, ZmqMessage};
+use zeromq::{
+    PubSocket, RouterSocket, Socket, SocketEvent, SocketOptions, SocketRecv, SocketSend, ZmqMessage,
+};
 
 /// Which side of the event socket listens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -88,7 +90,10 @@ pub(crate) struct Publisher {
 
 impl Publisher {
     pub(crate) async fn open(sockets: Sockets) -> anyhow::Result<Self> {
-        let ring = Arc::new(Mutex::new(Ring { capacity: sockets.buffered_batches, ..Ring::default() }));
+        let ring = Arc::new(Mutex::new(Ring {
+            capacity: sockets.buffered_batches,
+            ..Ring::default()
+        }));
         let mut tasks = JoinSet::new();
         let topic = Bytes::from(sockets.topic);
         let (mut live, mut events, mut replay) = (None, None, None);
@@ -98,7 +103,10 @@ impl Publisher {
             events = Some(match attach {
                 Attach::Bind => {
                     let mut socket = PubSocket::new();
-                    let bound = socket.bind(&endpoint).await.with_context(|| format!("cannot bind {endpoint}"))?;
+                    let bound = socket
+                        .bind(&endpoint)
+                        .await
+                        .with_context(|| format!("cannot bind {endpoint}"))?;
                     tasks.spawn(send_bound(socket, topic.clone(), batches));
                     bound.to_string()
                 }
@@ -110,11 +118,20 @@ impl Publisher {
         }
         if let Some(endpoint) = sockets.replay {
             let mut socket = RouterSocket::new();
-            let bound = socket.bind(&endpoint).await.with_context(|| format!("cannot bind {endpoint}"))?;
+            let bound = socket
+                .bind(&endpoint)
+                .await
+                .with_context(|| format!("cannot bind {endpoint}"))?;
             tasks.spawn(answer_replays(socket, topic, ring.clone()));
             replay = Some(bound.to_string());
         }
-        Ok(Self { ring, live, events, replay, _tasks: tasks })
+        Ok(Self {
+            ring,
+            live,
+            events,
+            replay,
+            _tasks: tasks,
+        })
     }
 
     pub(crate) fn publish(&self, payload: Vec<u8>) {
@@ -154,7 +171,10 @@ fn message(frames: impl IntoIterator<Item = Bytes>) -> ZmqMessage {
 
 async fn send_bound(mut socket: PubSocket, topic: Bytes, mut batches: Batches) {
     while let Some((number, payload)) = batches.recv().await {
-        if let Err(error) = socket.send(message(frames(&topic, number.to_be_bytes(), payload))).await {
+        if let Err(error) = socket
+            .send(message(frames(&topic, number.to_be_bytes(), payload)))
+            .await
+        {
             tracing::warn!(%error, "a batch of KV events was not sent");
         }
     }
@@ -210,11 +230,20 @@ async fn answer_replays(mut socket: RouterSocket, topic: Bytes, ring: Arc<Mutex<
             continue;
         };
         let kept = ring.lock().since(u64::from_be_bytes(start));
-        let answers = kept.into_iter().map(|(number, payload)| frames(&topic, number.to_be_bytes(), payload));
-        let end = [Bytes::new(), Bytes::copy_from_slice(&(-1_i64).to_be_bytes()), Bytes::new()];
+        let answers = kept
+            .into_iter()
+            .map(|(number, payload)| frames(&topic, number.to_be_bytes(), payload));
+        let end = [
+            Bytes::new(),
+            Bytes::copy_from_slice(&(-1_i64).to_be_bytes()),
+            Bytes::new(),
+        ];
         for answer in answers.chain([end]) {
             let envelope = [identity.clone(), delimiter.clone()];
-            if let Err(error) = socket.send(message(envelope.into_iter().chain(answer))).await {
+            if let Err(error) = socket
+                .send(message(envelope.into_iter().chain(answer)))
+                .await
+            {
                 tracing::debug!(%error, "the replay client went away");
                 break;
             }
@@ -227,8 +256,14 @@ mod tests {
     use super::*;
 
     fn ring(capacity: usize, drops: Drops, batches: u8) -> (Ring, Vec<u64>) {
-        let mut ring = Ring { capacity, drops, ..Ring::default() };
-        let sent = (0..batches).filter_map(|at| ring.push(&Bytes::copy_from_slice(&[at]))).collect();
+        let mut ring = Ring {
+            capacity,
+            drops,
+            ..Ring::default()
+        };
+        let sent = (0..batches)
+            .filter_map(|at| ring.push(&Bytes::copy_from_slice(&[at])))
+            .collect();
         (ring, sent)
     }
 
@@ -240,7 +275,12 @@ mod tests {
     fn the_ring_keeps_the_latest_batches_and_replays_from_a_number() {
         let (ring, sent) = ring(3, Drops::default(), 5);
         assert_eq!(sent, [0, 1, 2, 3, 4]);
-        for (start, expected) in [(0, vec![2, 3, 4]), (3, vec![3, 4]), (5, vec![]), (99, vec![])] {
+        for (start, expected) in [
+            (0, vec![2, 3, 4]),
+            (3, vec![3, 4]),
+            (5, vec![]),
+            (99, vec![]),
+        ] {
             assert_eq!(numbers(&ring.since(start)), expected, "from {start}");
         }
         assert_eq!(ring.since(4)[0].1, Bytes::from_static(&[4]));
@@ -249,7 +289,14 @@ mod tests {
     #[test]
     fn dropped_batches_use_up_numbers_and_stay_replayable_only_by_choice() {
         for (keep_for_replay, replayed) in [(true, vec![0, 1, 2]), (false, vec![2])] {
-            let (ring, sent) = ring(10, Drops { batches: 2, keep_for_replay }, 3);
+            let (ring, sent) = ring(
+                10,
+                Drops {
+                    batches: 2,
+                    keep_for_replay,
+                },
+                3,
+            );
             assert_eq!(sent, [2]);
             assert_eq!(numbers(&ring.since(0)), replayed);
         }

@@ -99,19 +99,43 @@ impl Rank {
         publisher: Publisher,
         (pace, encoding): (Pace, Encoding),
     ) -> Self {
-        let (outlets, durations, leases) = (HashMap::new(), Durations::default(), Leases::default());
-        let work = Mutex::new(Work { scheduler, outlets, next_job: 0, durations, leases });
+        let (outlets, durations, leases) =
+            (HashMap::new(), Durations::default(), Leases::default());
+        let work = Mutex::new(Work {
+            scheduler,
+            outlets,
+            next_job: 0,
+            durations,
+            leases,
+        });
         let (wake, lease_granted) = (Notify::new(), Notify::new());
-        Self { number, publisher, work, wake, lease_granted, pace, lease: None, encoding }
+        Self {
+            number,
+            publisher,
+            work,
+            wake,
+            lease_granted,
+            pace,
+            lease: None,
+            encoding,
+        }
     }
 
     /// The same with an end to every lease.
     pub(crate) fn with_lease(self, lease: Duration) -> Self {
-        Self { lease: Some(lease), ..self }
+        Self {
+            lease: Some(lease),
+            ..self
+        }
     }
 
     /// Queues a sequence that will generate `answer`.
-    pub(crate) fn submit(self: &Arc<Self>, sequence: Sequence, answer: Vec<u32>, part: Part) -> Ticket {
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        sequence: Sequence,
+        answer: Vec<u32>,
+        part: Part,
+    ) -> Ticket {
         let (sender, tokens) = mpsc::unbounded_channel();
         let (has_room, room) = oneshot::channel();
         let (lends, lent) = oneshot::channel();
@@ -126,10 +150,17 @@ impl Rank {
         let job = JobId(work.next_job);
         work.next_job += 1;
         work.outlets.insert(job, outlet);
-        work.scheduler.submit(Job::new(job, sequence, answer).with_part(part));
+        work.scheduler
+            .submit(Job::new(job, sequence, answer).with_part(part));
         drop(work);
         self.wake.notify_one();
-        Ticket { rank: self.clone(), job, tokens, room: Some(room), lent: Some(lent) }
+        Ticket {
+            rank: self.clone(),
+            job,
+            tokens,
+            room: Some(room),
+            lent: Some(lent),
+        }
     }
 
     fn received(&self, job: JobId, answer: Option<Vec<u32>>) {
@@ -149,9 +180,15 @@ impl Rank {
 
     /// What lies in blocks at this moment: in those of these numbers, whether or not anybody keeps them, or in those that
     /// are kept under the name. The lease of that name ends; also told is whether there was one.
-    pub(crate) fn take(&self, name: &str, numbers: Option<Vec<usize>>) -> (Vec<Option<Written>>, bool) {
+    pub(crate) fn take(
+        &self,
+        name: &str,
+        numbers: Option<Vec<usize>>,
+    ) -> (Vec<Option<Written>>, bool) {
         let work = self.work.lock();
-        let numbers = numbers.or_else(|| work.leases.blocks(name)).unwrap_or_default();
+        let numbers = numbers
+            .or_else(|| work.leases.blocks(name))
+            .unwrap_or_default();
         let written = work.scheduler.cache.read(&numbers);
         drop(work);
         (written, self.end_lease(name))
@@ -160,14 +197,19 @@ impl Rank {
     /// The other engine is still there: a lease lasts two thirds of its time from now on, as with vLLM's heartbeats.
     pub(crate) fn prolong_lease(&self, name: &str) {
         if let Some(lease) = self.lease {
-            self.work.lock().leases.extend(name, Instant::now() + lease * 2 / 3);
+            self.work
+                .lock()
+                .leases
+                .extend(name, Instant::now() + lease * 2 / 3);
         }
     }
 
     /// Ends a lease; whether there was one.
     pub(crate) fn end_lease(&self, name: &str) -> bool {
         let mut work = self.work.lock();
-        let Some(mut sequence) = work.leases.take(name) else { return false };
+        let Some(mut sequence) = work.leases.take(name) else {
+            return false;
+        };
         work.scheduler.cache.release(&mut sequence);
         drop(work);
         self.wake.notify_one();
@@ -182,7 +224,9 @@ impl Rank {
                 None => self.lease_granted.notified().await,
                 Some(end) => {
                     // One granted meanwhile can end before this one.
-                    tokio::time::timeout_at(end, self.lease_granted.notified()).await.ok();
+                    tokio::time::timeout_at(end, self.lease_granted.notified())
+                        .await
+                        .ok();
                     let mut guard = self.work.lock();
                     let work = &mut *guard;
                     for mut sequence in work.leases.expire(Instant::now()) {
@@ -229,7 +273,11 @@ impl Rank {
         let mut work = self.work.lock();
         let step = work.scheduler.plan();
         for (job, blocks) in work.scheduler.take_fetches() {
-            if let Some(room) = work.outlets.get_mut(&job).and_then(|outlet| outlet.room.take()) {
+            if let Some(room) = work
+                .outlets
+                .get_mut(&job)
+                .and_then(|outlet| outlet.room.take())
+            {
                 // A receiver that is gone aborts by its ticket.
                 room.send(blocks).ok();
             }
@@ -250,13 +298,24 @@ impl Rank {
         let outputs = work.scheduler.complete(step);
         let events = work.scheduler.cache.take_events();
         if !events.is_empty() {
-            let ts = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+            let ts = SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()
+                .as_secs_f64();
             let block_size = work.scheduler.cache.block_size();
-            self.publisher.publish(wire::encode(self.encoding, ts, &events, block_size, self.number));
+            self.publisher.publish(wire::encode(
+                self.encoding,
+                ts,
+                &events,
+                block_size,
+                self.number,
+            ));
         }
         self.lend(work, now);
         for output in outputs {
-            let Some(outlet) = work.outlets.get_mut(&output.job) else { continue };
+            let Some(outlet) = work.outlets.get_mut(&output.job) else {
+                continue;
+            };
             let durations = &mut work.durations;
             let since_arrival = (now - outlet.arrived).as_secs_f64();
             match outlet.last_token.replace(now) {
@@ -277,12 +336,18 @@ impl Rank {
     /// Pins what done prefills leave behind. It happens before anybody hears of their last token.
     fn lend(&self, work: &mut Work, now: Instant) {
         for (job, name, sequence) in work.scheduler.take_lent() {
-            let (lent, replaced) = work.leases.grant(name, sequence, self.lease.map(|lease| now + lease));
+            let (lent, replaced) =
+                work.leases
+                    .grant(name, sequence, self.lease.map(|lease| now + lease));
             if let Some(mut replaced) = replaced {
                 work.scheduler.cache.release(&mut replaced);
             }
             // Nobody is there to tell when the client left meanwhile: then nobody comes for the blocks.
-            if let Some(lends) = work.outlets.get_mut(&job).and_then(|outlet| outlet.lent.take()) {
+            if let Some(lends) = work
+                .outlets
+                .get_mut(&job)
+                .and_then(|outlet| outlet.lent.take())
+            {
                 lends.send(lent).ok();
             }
             self.lease_granted.notify_one();
@@ -291,7 +356,12 @@ impl Rank {
 
     pub(crate) fn sample(&self) -> Sample {
         let work = self.work.lock();
-        let Work { scheduler, durations, leases, .. } = &*work;
+        let Work {
+            scheduler,
+            durations,
+            leases,
+            ..
+        } = &*work;
         Sample {
             rank: self.number,
             running: scheduler.running(),
@@ -312,8 +382,11 @@ impl Rank {
     pub(crate) fn state(&self) -> Value {
         let work = self.work.lock();
         let (scheduler, cache) = (&work.scheduler, &work.scheduler.cache);
-        let content: Vec<_> =
-            cache.content().into_iter().map(|(hash, copies)| json!({"hash": hash, "copies": copies})).collect();
+        let content: Vec<_> = cache
+            .content()
+            .into_iter()
+            .map(|(hash, copies)| json!({"hash": hash, "copies": copies}))
+            .collect();
         json!({
             "rank": self.number,
             "block_size": cache.block_size(),
@@ -350,7 +423,9 @@ impl Ticket {
 
     /// Waits until there is room for the blocks of another engine; returns how many of them are to be fetched.
     pub(crate) async fn room(&mut self) -> usize {
-        let Some(room) = self.room.take() else { return 0 };
+        let Some(room) = self.room.take() else {
+            return 0;
+        };
         // The rank keeps the other end as long as there is a ticket.
         room.await.unwrap_or_default()
     }
@@ -396,17 +471,33 @@ mod tests {
         transfer_us_per_block: 200.0,
         speed: 1.0,
     };
-    const FAST: Pace = Pace { speed: 20.0, ..PACE };
+    const FAST: Pace = Pace {
+        speed: 20.0,
+        ..PACE
+    };
 
     fn scheduler(num_blocks: usize) -> Scheduler {
-        let limits = Limits { max_num_batched_tokens: 2048, max_num_seqs: 1 };
+        let limits = Limits {
+            max_num_batched_tokens: 2048,
+            max_num_seqs: 1,
+        };
         Scheduler::new(Cache::new(16, num_blocks), limits)
     }
 
     async fn rank(num_blocks: usize, pace: Pace) -> Arc<Rank> {
-        let sockets = Sockets { topic: String::new(), events: None, replay: None, buffered_batches: 10 };
+        let sockets = Sockets {
+            topic: String::new(),
+            events: None,
+            replay: None,
+            buffered_batches: 10,
+        };
         let publisher = Publisher::open(sockets).await.unwrap();
-        let rank = Arc::new(Rank::new(0, scheduler(num_blocks), publisher, (pace, Encoding::Map)));
+        let rank = Arc::new(Rank::new(
+            0,
+            scheduler(num_blocks),
+            publisher,
+            (pace, Encoding::Map),
+        ));
         tokio::spawn(rank.clone().drive(Arc::default()));
         rank
     }
@@ -424,17 +515,33 @@ mod tests {
             let (mut first, mut total) = (None, Duration::ZERO);
             while let Some(step) = scheduler.plan() {
                 total += PACE.of(&step);
-                if scheduler.complete(&step).iter().any(|output| output.is_first) {
+                if scheduler
+                    .complete(&step)
+                    .iter()
+                    .any(|output| output.is_first)
+                {
                     first = Some(total);
                 }
             }
-            times.push((first.unwrap().as_millis(), (total - first.unwrap()).as_millis() / 10));
+            times.push((
+                first.unwrap().as_millis(),
+                (total - first.unwrap()).as_millis() / 10,
+            ));
         }
-        let [(cold, decode), (warm, _)] = times[..] else { panic!("{times:?}") };
+        let [(cold, decode), (warm, _)] = times[..] else {
+            panic!("{times:?}")
+        };
         assert!((280..320).contains(&cold), "{cold} ms");
         assert!((5..=8).contains(&warm), "{warm} ms");
         assert!((4..=6).contains(&decode), "{decode} ms");
-        assert_eq!(Pace { speed: 10.0, ..PACE }.of(&Step::default()), PACE.of(&Step::default()) / 10);
+        assert_eq!(
+            Pace {
+                speed: 10.0,
+                ..PACE
+            }
+            .of(&Step::default()),
+            PACE.of(&Step::default()) / 10
+        );
     }
 
     #[tokio::test]
@@ -444,7 +551,11 @@ mod tests {
         let mut ticket = rank.submit(prompt(10), vec![1; 100], Part::Whole);
         while ticket.next().await.is_some() {}
         // 100 steps of 4.8 to 5.5 ms; never faster, whatever else the machine does.
-        assert!(start.elapsed() >= Duration::from_millis(450), "{:?}", start.elapsed());
+        assert!(
+            start.elapsed() >= Duration::from_millis(450),
+            "{:?}",
+            start.elapsed()
+        );
     }
 
     #[tokio::test]
@@ -457,7 +568,10 @@ mod tests {
         drop(first);
         assert_eq!(second.next().await.unwrap().cached, 96);
         while second.next().await.is_some() {}
-        assert_eq!((rank.sample().used_blocks, rank.sample().totals.aborted), (0, 1));
+        assert_eq!(
+            (rank.sample().used_blocks, rank.sample().totals.aborted),
+            (0, 1)
+        );
     }
 
     #[tokio::test]

@@ -16,7 +16,12 @@ use super::http::{Refusal, keys};
 
 pub(crate) fn routes() -> Router<Arc<Engine>> {
     Router::new()
-        .route("/version", get(async || Json(json!({"version": concat!("engine_sim ", env!("CARGO_PKG_VERSION"))}))))
+        .route(
+            "/version",
+            get(async || {
+                Json(json!({"version": concat!("engine_sim ", env!("CARGO_PKG_VERSION"))}))
+            }),
+        )
         .route("/tokenize", post(tokenize))
         .route("/v1/chat/completions/render", post(render))
         .route("/v1/completions/render", post(render))
@@ -27,9 +32,16 @@ async fn tokenize(State(engine): State<Arc<Engine>>, body: Bytes) -> Result<Json
     if engine.config.surface.no_tokenize {
         return Err(Refusal::new(StatusCode::NOT_FOUND, "Not Found"));
     }
-    let mut request: Value = serde_json::from_slice(&body).map_err(|error| Refusal::bad(error.to_string()))?;
-    let fields = request.as_object_mut().ok_or_else(|| Refusal::bad("an object is expected"))?;
-    let api = if fields.contains_key("messages") { Api::ChatCompletions } else { Api::Completions };
+    let mut request: Value =
+        serde_json::from_slice(&body).map_err(|error| Refusal::bad(error.to_string()))?;
+    let fields = request
+        .as_object_mut()
+        .ok_or_else(|| Refusal::bad("an object is expected"))?;
+    let api = if fields.contains_key("messages") {
+        Api::ChatCompletions
+    } else {
+        Api::Completions
+    };
     if api == Api::Completions && !fields.get("prompt").is_some_and(Value::is_string) {
         return Err(Refusal::bad("the prompt must be a string"));
     }
@@ -39,13 +51,22 @@ async fn tokenize(State(engine): State<Arc<Engine>>, body: Bytes) -> Result<Json
     let body = Bytes::from(request.to_string());
     let tokens = prompts(&engine, api, body).await?.remove(0);
     let longest = engine.config.capacity.longest();
-    Ok(Json(json!({"count": tokens.len(), "max_model_len": longest, "tokens": tokens, "token_strs": null})))
+    Ok(Json(
+        json!({"count": tokens.len(), "max_model_len": longest, "tokens": tokens, "token_strs": null}),
+    ))
 }
 
 /// What the engine would be asked to generate from: one object for a conversation, a list for completions.
-async fn render(State(engine): State<Arc<Engine>>, uri: Uri, body: Bytes) -> Result<Json<Value>, Refusal> {
+async fn render(
+    State(engine): State<Arc<Engine>>,
+    uri: Uri,
+    body: Bytes,
+) -> Result<Json<Value>, Refusal> {
     if engine.config.surface.no_render {
-        return Err(Refusal::new(StatusCode::FORBIDDEN, "started without scale-out endpoints"));
+        return Err(Refusal::new(
+            StatusCode::FORBIDDEN,
+            "started without scale-out endpoints",
+        ));
     }
     let api = Api::of_path(uri.path().trim_end_matches("/render"));
     let api = api.ok_or_else(|| Refusal::new(StatusCode::NOT_FOUND, "Not Found"))?;
@@ -84,6 +105,12 @@ async fn prompts(engine: &Engine, api: Api, body: Bytes) -> Result<Vec<Vec<u32>>
     }
     let vocabulary = engine.tokens.clone();
     let encoded = tokio::task::spawn_blocking(move || vocabulary.prompts(api, &body)).await;
-    let prompts = encoded.map_err(|error| Refusal::bad(error.to_string()))?.map_err(Refusal::bad)?;
-    if prompts.is_empty() { Err(Refusal::bad("no prompt")) } else { Ok(prompts) }
+    let prompts = encoded
+        .map_err(|error| Refusal::bad(error.to_string()))?
+        .map_err(Refusal::bad)?;
+    if prompts.is_empty() {
+        Err(Refusal::bad("no prompt"))
+    } else {
+        Ok(prompts)
+    }
 }

@@ -129,12 +129,24 @@ pub(crate) async fn receive(rooms: Arc<Rooms>, listener: TcpListener) -> io::Res
 /// Carries words between a decode engine and the request that waits for it.
 async fn attend(rooms: &Rooms, mut line: Line) -> io::Result<()> {
     let word = line.hear().await?;
-    let Some(room) = word["room"].as_u64() else { return Ok(()) };
+    let Some(room) = word["room"].as_u64() else {
+        return Ok(());
+    };
     let prompt = serde_json::from_value(word["prompt"].clone())?;
     let (to_host, says) = mpsc::channel(4);
     let (hears, mut from_host) = mpsc::channel(4);
-    if !rooms.visit(room, Guest { prompt, keys: word["keys"].clone(), says, hears }) {
-        return line.say(&json!({"error": "somebody else waits in this room"})).await;
+    if !rooms.visit(
+        room,
+        Guest {
+            prompt,
+            keys: word["keys"].clone(),
+            says,
+            hears,
+        },
+    ) {
+        return line
+            .say(&json!({"error": "somebody else waits in this room"}))
+            .await;
     }
     let talked = loop {
         tokio::select! {
@@ -202,26 +214,46 @@ pub(crate) struct Task {
 }
 
 /// The prefill side: waits for the guest, computes, and gives its tokens when the guest has the blocks.
-pub(crate) async fn host(engine: Arc<Engine>, rank: Arc<Rank>, room: u64, task: Task) -> Result<Vec<Output>, Refusal> {
-    let failed = |why: &str| Refusal::failed(format!("Prefill failed for bootstrap_room={room}: {why}"));
+pub(crate) async fn host(
+    engine: Arc<Engine>,
+    rank: Arc<Rank>,
+    room: u64,
+    task: Task,
+) -> Result<Vec<Output>, Refusal> {
+    let failed =
+        |why: &str| Refusal::failed(format!("Prefill failed for bootstrap_room={room}: {why}"));
     let counts = &engine.counts;
     let Ok(guest) = engine.rooms.host(room) else {
         count(&counts.rooms_mismatched);
         return Err(failed("the room is taken by another request"));
     };
-    let mut stay = Stay { room, hosted_in: Some(&engine.rooms), counts, is_met: false };
+    let mut stay = Stay {
+        room,
+        hosted_in: Some(&engine.rooms),
+        counts,
+        is_met: false,
+    };
     let guest = timeout(engine.config.handover.bootstrap_timeout, guest).await;
-    let Ok(Ok(mut guest)) = guest else { return Err(failed("nobody came into the room in time")) };
+    let Ok(Ok(mut guest)) = guest else {
+        return Err(failed("nobody came into the room in time"));
+    };
     if guest.prompt != task.sequence.tokens() || guest.keys != keys_told(task.sequence.keys()) {
         stay.mismatch();
-        guest.hears.send(json!({"error": "mismatch: the room is for another prompt"})).await.ok();
+        guest
+            .hears
+            .send(json!({"error": "mismatch: the room is for another prompt"}))
+            .await
+            .ok();
         return Err(failed("mismatch: the decode side waits for another prompt"));
     }
     stay.meet();
     guest.hears.send(json!({"met": true})).await.ok();
     let name = format!("room {room}");
     let _kept = Kept(&rank, &name);
-    let part = Part::Lend { name: name.as_str().into(), can_be_aborted: true };
+    let part = Part::Lend {
+        name: name.as_str().into(),
+        can_be_aborted: true,
+    };
     let mut ticket = rank.submit(task.sequence, task.answer, part);
     let mut outputs = Vec::new();
     while let Some(output) = ticket.next().await {
@@ -229,7 +261,8 @@ pub(crate) async fn host(engine: Arc<Engine>, rank: Arc<Rank>, room: u64, task: 
     }
     guest.hears.send(json!({"ready": true})).await.ok();
     let done = timeout(engine.config.handover.bootstrap_timeout, guest.done()).await;
-    done.map(|()| outputs).map_err(|_| failed("the decode side did not take the blocks in time"))
+    done.map(|()| outputs)
+        .map_err(|_| failed("the decode side did not take the blocks in time"))
 }
 
 /// What separates the blocks of equal tokens, for who comes to compare.
@@ -245,13 +278,25 @@ pub(crate) async fn visit(
     task: Task,
     worst: Worst,
 ) -> Result<Ticket, Refusal> {
-    let failed = |why: &str| Refusal::failed(format!("Decode failed for bootstrap_room={room} at {address}: {why}"));
+    let failed = |why: &str| {
+        Refusal::failed(format!(
+            "Decode failed for bootstrap_room={room} at {address}: {why}"
+        ))
+    };
     let word = json!({"room": room, "prompt": task.sequence.tokens(), "keys": keys_told(task.sequence.keys())});
-    let mut stay = Stay { room, hosted_in: None, counts: &engine.counts, is_met: false };
+    let mut stay = Stay {
+        room,
+        hosted_in: None,
+        counts: &engine.counts,
+        is_met: false,
+    };
     let mut ticket = rank.submit(task.sequence, task.answer, Part::Fetch);
     let blocks = ticket.room().await;
     let handover = &engine.config.handover;
-    let (patience, until) = (handover.bootstrap_patience, Instant::now() + handover.bootstrap_timeout);
+    let (patience, until) = (
+        handover.bootstrap_patience,
+        Instant::now() + handover.bootstrap_timeout,
+    );
     let reached = timeout(patience, reach(&address)).await;
     let mut line = reached.map_err(|_| failed("the bootstrap server cannot be reached"))?;
     let meeting = async {
@@ -270,10 +315,14 @@ pub(crate) async fn visit(
         }
     }
     let late = |_| failed("the prefill side did not finish in time");
-    let ready = timeout(handover.bootstrap_timeout, line.hear()).await.map_err(late)?;
+    let ready = timeout(handover.bootstrap_timeout, line.hear())
+        .await
+        .map_err(late)?;
     given(ready, patience).await.map_err(|why| failed(&why))?;
     sleep(rank.pace.transfer(blocks)).await;
-    line.say(&json!({"done": true})).await.map_err(|error| failed(&error.to_string()))?;
+    line.say(&json!({"done": true}))
+        .await
+        .map_err(|error| failed(&error.to_string()))?;
     count(&engine.counts.kv_transfers);
     worst.note(Origin::Fetched);
     ticket.received();
@@ -310,7 +359,15 @@ mod tests {
     fn guest() -> (Guest, mpsc::Receiver<Value>) {
         let (hears, heard) = mpsc::channel(1);
         let (_, says) = mpsc::channel(1);
-        (Guest { prompt: vec![1], keys: Value::Null, says, hears }, heard)
+        (
+            Guest {
+                prompt: vec![1],
+                keys: Value::Null,
+                says,
+                hears,
+            },
+            heard,
+        )
     }
 
     #[test]

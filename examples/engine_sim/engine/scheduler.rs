@@ -49,7 +49,15 @@ pub(crate) struct Job {
 impl Job {
     /// `answer` is everything this job will generate, decided beforehand because it depends on the prompt alone.
     pub(crate) fn new(id: JobId, sequence: Sequence, answer: Vec<u32>) -> Self {
-        Self { id, part: Part::Whole, prompt: sequence.len(), sequence, answer, generated: 0, cached: None }
+        Self {
+            id,
+            part: Part::Whole,
+            prompt: sequence.len(),
+            sequence,
+            answer,
+            generated: 0,
+            cached: None,
+        }
     }
 
     pub(crate) fn with_part(self, part: Part) -> Self {
@@ -57,7 +65,13 @@ impl Job {
     }
 
     fn must_end(&self) -> bool {
-        matches!(self.part, Part::Lend { can_be_aborted: false, .. })
+        matches!(
+            self.part,
+            Part::Lend {
+                can_be_aborted: false,
+                ..
+            }
+        )
     }
 
     fn is_ready_to_sample(&self) -> bool {
@@ -149,7 +163,10 @@ impl Scheduler {
         } else if let Some(at) = self.received.iter().position(|job| job.id == id) {
             self.received.remove(at)
         } else {
-            let at = self.running.iter().position(|job| job.id == id && !job.must_end());
+            let at = self
+                .running
+                .iter()
+                .position(|job| job.id == id && !job.must_end());
             at.map(|at| self.running.remove(at))
         };
         if let Some(job) = &mut dropped {
@@ -165,7 +182,9 @@ impl Scheduler {
 
     /// The blocks of a job could not be had: it computes its prompt itself, before all that wait.
     pub(crate) fn recompute(&mut self, id: JobId) {
-        let Some(at) = self.fetching.iter().position(|job| job.id == id) else { return };
+        let Some(at) = self.fetching.iter().position(|job| job.id == id) else {
+            return;
+        };
         let mut job = self.fetching.remove(at);
         self.cache.release(&mut job.sequence);
         job.part = Part::Whole;
@@ -175,7 +194,9 @@ impl Scheduler {
     /// The blocks of a job have arrived: it goes on as if it had computed them. What it says is another `answer` if they
     /// are of another prompt.
     pub(crate) fn received(&mut self, id: JobId, answer: Option<Vec<u32>>) {
-        let Some(at) = self.fetching.iter().position(|job| job.id == id) else { return };
+        let Some(at) = self.fetching.iter().position(|job| job.id == id) else {
+            return;
+        };
         let mut job = self.fetching.remove(at);
         job.answer = answer.unwrap_or(job.answer);
         self.totals.fetched += (job.sequence.len() - job.sequence.computed()) as u64;
@@ -251,7 +272,9 @@ impl Scheduler {
 
     fn plan_waiting(&mut self, step: &mut Step, budget: &mut usize) {
         while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
-            let Some(mut job) = self.waiting.pop_front() else { return };
+            let Some(mut job) = self.waiting.pop_front() else {
+                return;
+            };
             match self.admit(&mut job, *budget, &mut step.admitted) {
                 Err(NoRoom) => return self.waiting.push_front(job),
                 Ok(_) if job.part == Part::Fetch => self.fetching.push(job),
@@ -266,7 +289,9 @@ impl Scheduler {
 
     fn plan_received(&mut self, step: &mut Step, budget: &mut usize) {
         while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
-            let Some(mut job) = self.received.pop_front() else { return };
+            let Some(mut job) = self.received.pop_front() else {
+                return;
+            };
             let tokens = job.sequence.len() - job.sequence.computed();
             // It got room for all its tokens before they were fetched.
             if self.cache.grow(&mut job.sequence, tokens).is_err() {
@@ -279,13 +304,19 @@ impl Scheduler {
     }
 
     /// Takes blocks for a job that holds none; returns how many tokens it computes now.
-    fn admit(&mut self, job: &mut Job, budget: usize, admitted: &mut Vec<JobId>) -> Result<usize, NoRoom> {
+    fn admit(
+        &mut self,
+        job: &mut Job,
+        budget: usize,
+        admitted: &mut Vec<JobId>,
+    ) -> Result<usize, NoRoom> {
         let hit = self.cache.lookup(&mut job.sequence);
         let cached = self.cache.hit_tokens(&hit);
         let lacking = job.sequence.len() - cached;
         let tokens = if job.part == Part::Fetch {
             self.cache.reserve(&mut job.sequence, &hit, lacking)?;
-            self.fetches.push((job.id, lacking.div_ceil(self.cache.block_size())));
+            self.fetches
+                .push((job.id, lacking.div_ceil(self.cache.block_size())));
             0
         } else {
             let tokens = lacking.min(budget);
@@ -318,7 +349,13 @@ impl Scheduler {
                 self.totals.prompt_tokens += job.prompt as u64;
             }
             let is_last = job.generated == job.answer.len();
-            outputs.push(Output { job: job.id, token, cached: job.cached.unwrap_or_default(), is_first, is_last });
+            outputs.push(Output {
+                job: job.id,
+                token,
+                cached: job.cached.unwrap_or_default(),
+                is_first,
+                is_last,
+            });
             if is_last {
                 self.totals.finished += 1;
                 match job.part {

@@ -39,9 +39,19 @@ type Outputs = BoxStream<'static, Result<(usize, Output), Refusal>>;
 impl UnderWay {
     /// The response as one document.
     pub(crate) async fn document(self) -> Result<Response, Refusal> {
-        let Self { engine, rank, wishes, choices, abortable, mut answer } = self;
+        let Self {
+            engine,
+            rank,
+            wishes,
+            choices,
+            abortable,
+            mut answer,
+        } = self;
         let aborted = abortable.aborted.clone();
-        let mut outputs = choices.outputs.take_until(aborted.clone().cancelled_owned()).boxed();
+        let mut outputs = choices
+            .outputs
+            .take_until(aborted.clone().cancelled_owned())
+            .boxed();
         while let Some(output) = outputs.next().await {
             let (at, output) = output?;
             delay_first(&engine, output).await;
@@ -64,7 +74,9 @@ impl UnderWay {
         let omits = faults.omit_transfer_params;
         let lent = lent.zip(engine.door(&rank)).filter(|_| !omits);
         answer.hand_over(match (protocol, lent) {
-            (Some(Protocol::Nixl), Some((lent, door))) => HandedOver::Transfer(door.transfer_params(&lent, cached)),
+            (Some(Protocol::Nixl), Some((lent, door))) => {
+                HandedOver::Transfer(door.transfer_params(&lent, cached))
+            }
             (Some(Protocol::Nixl), None) => HandedOver::Transfer(Value::Null),
             (Some(Protocol::Trtllm), Some((lent, door))) => {
                 HandedOver::Disaggregated(wishes.disaggregated(door, &lent, (rank.number, first)))
@@ -79,19 +91,37 @@ impl UnderWay {
     /// begins at once and tells a failure as an event. Where blocks are still to be fetched, only the events can tell how
     /// that went.
     pub(crate) async fn stream(self) -> Result<Response, Refusal> {
-        let Self { engine, choices, abortable, answer, .. } = self;
+        let Self {
+            engine,
+            choices,
+            abortable,
+            answer,
+            ..
+        } = self;
         let aborted = abortable.aborted.clone().cancelled_owned();
         let mut outputs = choices.outputs.take_until(aborted).boxed();
         let mut is_known = !choices.fetches;
-        if engine.config.handover.protocol().is_some_and(Protocol::is_sglang) {
+        if engine
+            .config
+            .handover
+            .protocol()
+            .is_some_and(Protocol::is_sglang)
+        {
             let first = outputs.next().await.ok_or_else(aborted_early)??;
             outputs = stream::iter([Ok(first)]).chain(outputs).boxed();
             is_known = true;
         }
         let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
-        let mut response = (content, Body::from_stream(events(engine, (outputs, abortable), answer))).into_response();
+        let mut response = (
+            content,
+            Body::from_stream(events(engine, (outputs, abortable), answer)),
+        )
+            .into_response();
         if is_known {
-            response.headers_mut().insert(origin::HEADER, HeaderValue::from_static(choices.worst.word()));
+            response.headers_mut().insert(
+                origin::HEADER,
+                HeaderValue::from_static(choices.worst.word()),
+            );
         }
         Ok(response)
     }
@@ -138,7 +168,10 @@ fn events(
                     answer.chunk(at, output)
                 }
             };
-            Some((Ok(Bytes::from(text)), Some((outputs, abortable, answer, sent + 1))))
+            Some((
+                Ok(Bytes::from(text)),
+                Some((outputs, abortable, answer, sent + 1)),
+            ))
         }
     })
 }

@@ -61,7 +61,11 @@ impl<'a> MapEvent<'a> {
                 kv_cache_spec_kind: "full_attention",
                 session_id: stored.session.as_deref(),
             },
-            CacheEvent::Removed(hash) => Self::BlockRemoved { block_hashes: [*hash], medium: MEDIUM, group_idx: 0 },
+            CacheEvent::Removed(hash) => Self::BlockRemoved {
+                block_hashes: [*hash],
+                medium: MEDIUM,
+                group_idx: 0,
+            },
             CacheEvent::Cleared => Self::AllBlocksCleared,
         }
     }
@@ -95,14 +99,26 @@ fn array_of(stored: &Stored, block_size: usize) -> impl Serialize + '_ {
 }
 
 /// One batch: `[ts, events, rank]`.
-pub(crate) fn encode(encoding: Encoding, ts: f64, events: &[CacheEvent], block_size: usize, rank: u32) -> Vec<u8> {
+pub(crate) fn encode(
+    encoding: Encoding,
+    ts: f64,
+    events: &[CacheEvent],
+    block_size: usize,
+    rank: u32,
+) -> Vec<u8> {
     let encoded = match encoding {
         Encoding::Map => {
-            let events: Vec<_> = events.iter().map(|event| MapEvent::of(event, block_size)).collect();
+            let events: Vec<_> = events
+                .iter()
+                .map(|event| MapEvent::of(event, block_size))
+                .collect();
             rmp_serde::to_vec_named(&(ts, events, rank))
         }
         Encoding::Array => {
-            let events: Vec<_> = events.iter().map(|event| ArrayEvent(event, block_size)).collect();
+            let events: Vec<_> = events
+                .iter()
+                .map(|event| ArrayEvent(event, block_size))
+                .collect();
             rmp_serde::to_vec(&(ts, events, rank))
         }
     };
@@ -122,10 +138,17 @@ mod tests {
             parent: Some(3),
             tokens: vec![1, 2, 3, 151_000],
             extra_keys: vec![Some(vec![Arc::from("lora-x"), Arc::from("tenant")]), None],
-            lora: Some(Lora { id: 1, name: Arc::from("lora-x") }),
+            lora: Some(Lora {
+                id: 1,
+                name: Arc::from("lora-x"),
+            }),
             session: Some(Arc::from("sess-1")),
         };
-        vec![CacheEvent::Cleared, CacheEvent::Removed(5), CacheEvent::Stored(stored)]
+        vec![
+            CacheEvent::Cleared,
+            CacheEvent::Removed(5),
+            CacheEvent::Stored(stored),
+        ]
     }
 
     fn decoded(encoding: Encoding) -> Value {
@@ -181,7 +204,13 @@ mod tests {
             lora: None,
             session: None,
         };
-        let bytes = encode(Encoding::Map, 1_795_208_337.22, &[CacheEvent::Stored(stored)], 1, 0);
+        let bytes = encode(
+            Encoding::Map,
+            1_795_208_337.22,
+            &[CacheEvent::Stored(stored)],
+            1,
+            0,
+        );
         let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(&text[..4], "93cb");
         // fixarray(1), fixmap(11), "type", "BlockStored", "block_hashes", [u64], "parent_block_hash", nil.

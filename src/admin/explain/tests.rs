@@ -62,13 +62,26 @@ impl Pages {
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}{PAGE}", listener.local_addr().unwrap());
-        let server = tokio::spawn(async move { axum::serve(listener, routes(admin)).await.unwrap() });
-        Self { url, entrance, server }
+        let server =
+            tokio::spawn(async move { axum::serve(listener, routes(admin)).await.unwrap() });
+        Self {
+            url,
+            entrance,
+            server,
+        }
     }
 
-    async fn send(&self, method: Method, accept: &str, question: impl Into<reqwest::Body>) -> (u16, String) {
+    async fn send(
+        &self,
+        method: Method,
+        accept: &str,
+        question: impl Into<reqwest::Body>,
+    ) -> (u16, String) {
         let client = crate::tls::client().build().unwrap();
-        let request = client.request(method, &self.url).header("accept", accept).body(question);
+        let request = client
+            .request(method, &self.url)
+            .header("accept", accept)
+            .body(question);
         let answer = request.send().await.unwrap();
         (answer.status().as_u16(), answer.text().await.unwrap())
     }
@@ -88,15 +101,28 @@ async fn what_is_no_question_is_refused_with_a_sentence() {
         (Method::POST, "[", 400, "no question of the form"),
         (Method::POST, "", 400, "no question of the form"),
         (Method::POST, "\u{0}\u{1}", 400, "no question of the form"),
-        (Method::POST, r#"{"boddy": {}}"#, 400, "unknown field `boddy`"),
+        (
+            Method::POST,
+            r#"{"boddy": {}}"#,
+            400,
+            "unknown field `boddy`",
+        ),
         (Method::POST, r#"{"headers": [1]}"#, 400, "invalid type"),
-        (Method::POST, r#"{"body": "\ud800"}"#, 400, "the body is no text"),
+        (
+            Method::POST,
+            r#"{"body": "\ud800"}"#,
+            400,
+            "the body is no text",
+        ),
         (Method::POST, &long, 413, ""),
         (Method::GET, "", 405, ""),
     ];
     for (method, question, expected, text) in cases {
         let (status, answer) = pages.send(method, "*/*", question.to_owned()).await;
-        assert!(status == expected && answer.contains(text), "{question:.40}: {status} {answer}");
+        assert!(
+            status == expected && answer.contains(text),
+            "{question:.40}: {status} {answer}"
+        );
     }
 }
 
@@ -108,11 +134,23 @@ async fn rewrites_are_applied_as_for_requests() {
     let mut old = exact.clone();
     old["model"] = json!("old");
     let mut rewritten = pages.ask(&json!({ "body": old })).await;
-    assert_eq!((&of_m["model"], &of_m["requested_model"]), (&json!("m"), &Value::Null));
+    assert_eq!(
+        (&of_m["model"], &of_m["requested_model"]),
+        (&json!("m"), &Value::Null)
+    );
     assert_eq!(rewritten["requested_model"].take(), "old");
     assert_eq!(rewritten, of_m);
-    let (_, table) = pages.send(Method::POST, "text/plain", json!({ "body": old }).to_string()).await;
-    assert!(table.contains("m (rewritten from old), 9 tokens"), "{table}");
+    let (_, table) = pages
+        .send(
+            Method::POST,
+            "text/plain",
+            json!({ "body": old }).to_string(),
+        )
+        .await;
+    assert!(
+        table.contains("m (rewritten from old), 9 tokens"),
+        "{table}"
+    );
 }
 
 #[tokio::test]
@@ -125,10 +163,16 @@ async fn pool_argument_confines_the_choice() {
 
 #[tokio::test]
 async fn before_the_tokenizers_are_there_the_answer_is_503_and_says_so() {
-    let (status, answer) = Pages::serve(false).await.send(Method::POST, "*/*", "{}").await;
+    let (status, answer) = Pages::serve(false)
+        .await
+        .send(Method::POST, "*/*", "{}")
+        .await;
     assert_eq!(status, 503);
     let answer: Value = serde_json::from_str(&answer).unwrap();
-    assert_eq!(answer["error"], "the tokenizers are still being loaded; /readyz says when they are there");
+    assert_eq!(
+        answer["error"],
+        "the tokenizers are still being loaded; /readyz says when they are there"
+    );
 }
 
 #[tokio::test]
@@ -136,18 +180,37 @@ async fn a_body_is_the_same_as_text_as_json_and_as_bytes() {
     let pages = Pages::serve(true).await;
     let exact: Value = serde_json::from_str(EXACT).unwrap();
     let explained = pages.ask(&json!({ "body": exact })).await;
-    assert_eq!((&explained["prompt_tokens"], &explained["prompt_blocks"]), (&json!(9), &json!(2)));
-    assert_eq!(explained["mode"], "approximate", "these workers have no events");
+    assert_eq!(
+        (&explained["prompt_tokens"], &explained["prompt_blocks"]),
+        (&json!(9), &json!(2))
+    );
+    assert_eq!(
+        explained["mode"], "approximate",
+        "these workers have no events"
+    );
     let judged = explained["phases"][0]["judged"].as_array().unwrap();
     assert_eq!(judged.len(), 2);
-    assert!(judged.iter().all(|judged| judged["cost"]["total"] == 20.0), "{judged:?}");
+    assert!(
+        judged.iter().all(|judged| judged["cost"]["total"] == 20.0),
+        "{judged:?}"
+    );
     assert_eq!(pages.ask(&json!({ "body": EXACT })).await, explained);
-    assert_eq!(pages.ask(&json!({ "bytes": EXACT.as_bytes() })).await, explained);
+    assert_eq!(
+        pages.ask(&json!({ "bytes": EXACT.as_bytes() })).await,
+        explained
+    );
     let question = Question::new(None, BTreeMap::new(), EXACT.into()).unwrap();
-    assert_eq!(pages.ask(&json!(question)).await, explained, "as the command asks");
+    assert_eq!(
+        pages.ask(&json!(question)).await,
+        explained,
+        "as the command asks"
+    );
 
     let load = pages.entrance.router().load().snapshot();
-    assert!(load.iter().all(|load| load.active_requests == 0), "nothing is booked: {load:?}");
+    assert!(
+        load.iter().all(|load| load.active_requests == 0),
+        "nothing is booked: {load:?}"
+    );
 }
 
 #[tokio::test]
@@ -156,9 +219,18 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
     let binary = Question::new(None, BTreeMap::new(), vec![0xff, b'{', b'}', 0xfe]).unwrap();
     assert!(binary.bytes.is_some());
     let cases = [
-        (json!({"body": {"model": "unheard-of", "messages": []}}), "unreadable"),
-        (json!({"body": {"model": "unheard-of", "prompt": "x"}}), "unknown_model"),
-        (json!({"body": {"model": "m", "prompt": "x"}}), "no_tokenizer"),
+        (
+            json!({"body": {"model": "unheard-of", "messages": []}}),
+            "unreadable",
+        ),
+        (
+            json!({"body": {"model": "unheard-of", "prompt": "x"}}),
+            "unknown_model",
+        ),
+        (
+            json!({"body": {"model": "m", "prompt": "x"}}),
+            "no_tokenizer",
+        ),
         (json!({"body": "hello"}), "unreadable"),
         (json!({"body": [1]}), "unreadable"),
         (json!(binary), "unreadable"),
@@ -167,39 +239,98 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
         (json!({"body": ""}), "no_body"),
         (json!({"body": "x".repeat(LIMIT + 1)}), "body_too_large"),
         (json!({"path": "/tokenize", "body": EXACT}), "not_inference"),
-        (json!({"path": "/v1/chat/completions", "body": EXACT}), "unreadable"),
+        (
+            json!({"path": "/v1/chat/completions", "body": EXACT}),
+            "unreadable",
+        ),
     ];
     for (question, reason) in cases {
         let explained = pages.ask(&question).await;
-        assert_eq!((&explained["mode"], &explained["reason"]), (&json!("load_only"), &json!(reason)), "{question}");
-        assert_eq!(explained["phases"][0]["judged"].as_array().unwrap().len(), 2, "{question}");
+        assert_eq!(
+            (&explained["mode"], &explained["reason"]),
+            (&json!("load_only"), &json!(reason)),
+            "{question}"
+        );
+        assert_eq!(
+            explained["phases"][0]["judged"].as_array().unwrap().len(),
+            2,
+            "{question}"
+        );
         let sentence = explained["sentence"].as_str().unwrap();
-        assert!(sentence.contains("; caches were not compared, because "), "{sentence}");
+        assert!(
+            sentence.contains("; caches were not compared, because "),
+            "{sentence}"
+        );
     }
 }
 
 #[tokio::test]
 async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
     let pages = Pages::serve(true).await;
-    let pinned = pages.ask(&json!({"body": EXACT, "headers": {"X-Worker-Instance-Id": "2"}})).await;
+    let pinned = pages
+        .ask(&json!({"body": EXACT, "headers": {"X-Worker-Instance-Id": "2"}}))
+        .await;
     assert_eq!(pinned["phases"][0]["winner"]["worker"], "2");
-    assert_eq!(pinned["phases"][0]["judged"][0]["excluded"], "the request is pinned to another worker");
+    assert_eq!(
+        pinned["phases"][0]["judged"][0]["excluded"],
+        "the request is pinned to another worker"
+    );
 
     let intake_question = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
-    let word = SessionWord { id: "s".into(), ..SessionWord::default() };
-    let prompt = crate::router::Prompt::Estimated { tokens: 9, because: crate::router::Reason::NoTokenizer };
+    let word = SessionWord {
+        id: "s".into(),
+        ..SessionWord::default()
+    };
+    let prompt = crate::router::Prompt::Estimated {
+        tokens: 9,
+        because: crate::router::Reason::NoTokenizer,
+    };
     let request = crate::router::RouteRequest::new(None, prompt);
-    drop(pages.entrance.admit(request.clone(), Some(&word), |_| {}).await.unwrap());
-    let bound = pages.entrance.admit(request, Some(&word), |_| {}).await.unwrap().booked.route.to.rank.worker.0;
+    drop(
+        pages
+            .entrance
+            .admit(request.clone(), Some(&word), |_| {})
+            .await
+            .unwrap(),
+    );
+    let bound = pages
+        .entrance
+        .admit(request, Some(&word), |_| {})
+        .await
+        .unwrap()
+        .booked
+        .route
+        .to
+        .rank
+        .worker
+        .0;
     let explained = pages.ask(&intake_question).await;
-    assert_eq!(explained["phases"][0]["winner"]["worker"], bound.to_string());
-    let other = explained["phases"][0]["judged"].as_array().unwrap().iter().find(|judged| judged["cost"].is_null());
-    assert_eq!(other.unwrap()["excluded"], "the session is bound to another worker rank");
+    assert_eq!(
+        explained["phases"][0]["winner"]["worker"],
+        bound.to_string()
+    );
+    let other = explained["phases"][0]["judged"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|judged| judged["cost"].is_null());
+    assert_eq!(
+        other.unwrap()["excluded"],
+        "the session is bound to another worker rank"
+    );
 
-    let (status, table) = pages.send(Method::POST, "text/plain", json!({ "body": EXACT }).to_string()).await;
+    let (status, table) = pages
+        .send(
+            Method::POST,
+            "text/plain",
+            json!({ "body": EXACT }).to_string(),
+        )
+        .await;
     assert_eq!(status, 200);
     assert!(
-        table.starts_with("route    approximate, class default\nprompt   m, 9 tokens, 2 complete blocks of 4"),
+        table.starts_with(
+            "route    approximate, class default\nprompt   m, 9 tokens, 2 complete blocks of 4"
+        ),
         "{table}"
     );
 }
@@ -208,7 +339,11 @@ async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
 async fn a_few_questions_are_answered_at_once_and_others_told_to_come_again() {
     use tokio::io::AsyncWriteExt as _;
     let pages = Pages::serve(true).await;
-    let address = pages.url.trim_start_matches("http://").trim_end_matches(PAGE).to_owned();
+    let address = pages
+        .url
+        .trim_start_matches("http://")
+        .trim_end_matches(PAGE)
+        .to_owned();
     let mut slow = Vec::new();
     for _ in 0..AT_ONCE {
         let mut asker = tokio::net::TcpStream::connect(&address).await.unwrap();
@@ -222,7 +357,9 @@ async fn a_few_questions_are_answered_at_once_and_others_told_to_come_again() {
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(20), reached).await.unwrap();
+        tokio::time::timeout(Duration::from_secs(20), reached)
+            .await
+            .unwrap();
     };
     until(429).await;
     drop(slow);

@@ -29,7 +29,13 @@ enum Op {
 fn class_configs() -> impl Strategy<Value = Vec<ClassConfig>> {
     let policy = prop_oneof![Just(Policy::Fcfs), Just(Policy::Lcfs), Just(Policy::Wspt)];
     let limit = || prop::option::weighted(0.3, 0u64..40);
-    let class = (policy, 1u64..9, prop::option::weighted(0.3, 0u64..4), limit(), limit());
+    let class = (
+        policy,
+        1u64..9,
+        prop::option::weighted(0.3, 0u64..4),
+        limit(),
+        limit(),
+    );
     vec(class, 1..4).prop_map(|classes| {
         let class = |(at, (policy, quantum, requests, prompt, cached))| ClassConfig {
             name: format!("class-{at}"),
@@ -48,17 +54,39 @@ fn class_configs() -> impl Strategy<Value = Vec<ClassConfig>> {
 }
 
 fn lane() -> impl Strategy<Value = Lane> {
-    let pin = |worker| Lane::Pinned(WorkerRank { worker: WorkerId(worker), rank: DpRank(0) });
+    let pin = |worker| {
+        Lane::Pinned(WorkerRank {
+            worker: WorkerId(worker),
+            rank: DpRank(0),
+        })
+    };
     prop_oneof![3 => Just(Lane::Shared), 1 => (0u64..2).prop_map(pin), 1 => (0u64..2).prop_map(Lane::Among)]
 }
 
 fn op() -> impl Strategy<Value = Op> {
     let jump = prop_oneof![4 => Just(0.0), 1 => Just(-1.0), 1 => Just(0.5), 1 => Just(2.0), 1 => Just(f64::NAN)];
-    let turn = (lane(), prop_oneof![3 => Just(0i64), 1 => -2i64..3], jump, 0u64..40, 0u64..40);
+    let turn = (
+        lane(),
+        prop_oneof![3 => Just(0i64), 1 => -2i64..3],
+        jump,
+        0u64..40,
+        0u64..40,
+    );
     let push = (0usize..4, 0u64..4, turn).prop_map(|(class, halves, turn)| {
         let (lane, strict_priority, priority_jump, prompt_tokens, cached_tokens) = turn;
-        let turn = Turn { lane, strict_priority, priority_jump, prompt_tokens, cached_tokens, ..Turn::default() };
-        Op::Push { class, after: Duration::from_millis(500 * halves), turn }
+        let turn = Turn {
+            lane,
+            strict_priority,
+            priority_jump,
+            prompt_tokens,
+            cached_tokens,
+            ..Turn::default()
+        };
+        Op::Push {
+            class,
+            after: Duration::from_millis(500 * halves),
+            turn,
+        }
     });
     prop_oneof![
         6 => push,
@@ -82,18 +110,31 @@ impl Both {
     const WORKERS: usize = 2;
 
     fn new(classes: Vec<ClassConfig>) -> Self {
-        let classes = Arc::new(Classes::new(&QueueConfig { classes, ..QueueConfig::default() }));
+        let classes = Arc::new(Classes::new(&QueueConfig {
+            classes,
+            ..QueueConfig::default()
+        }));
         let start = Instant::now();
         let model = Model::new(classes.iter().cloned().collect());
         let queue = Queue::new(classes.clone(), start);
-        Self { classes, queue, model, start, now: Duration::ZERO, tickets: vec![] }
+        Self {
+            classes,
+            queue,
+            model,
+            start,
+            now: Duration::ZERO,
+            tickets: vec![],
+        }
     }
 
     fn run(&mut self, op: Op) {
         match op {
             Op::Push { class, after, turn } => self.push(class, after, turn),
             Op::Remove(nth) => {
-                let Some((id, ticket)) = nth.checked_rem(self.tickets.len()).map(|id| (id, self.tickets[id])) else {
+                let Some((id, ticket)) = nth
+                    .checked_rem(self.tickets.len())
+                    .map(|id| (id, self.tickets[id]))
+                else {
                     return;
                 };
                 let removed = self.queue.remove(ticket).map(|entry| entry.payload);
@@ -107,7 +148,9 @@ impl Both {
             Op::Next(many, divisor) => {
                 let may_go = |id: usize| divisor == 1 || !id.is_multiple_of(divisor);
                 for _ in 0..many {
-                    let next = self.queue.next(|entry| may_go(entry.payload).then_some(entry.payload));
+                    let next = self
+                        .queue
+                        .next(|entry| may_go(entry.payload).then_some(entry.payload));
                     let expected = self.model.next(may_go);
                     assert_eq!(next.map(|(_, id)| id), expected);
                 }
@@ -123,15 +166,28 @@ impl Both {
     fn push(&mut self, class: usize, after: Duration, turn: Turn) {
         self.now += after;
         let class = class % self.classes.iter().count();
-        let full = self.queue.full(ClassId(class), Self::WORKERS).map(|full| (full.kind, full.current, full.limit));
+        let full = self
+            .queue
+            .full(ClassId(class), Self::WORKERS)
+            .map(|full| (full.kind, full.current, full.limit));
         assert_eq!(full, self.model.full(class, Self::WORKERS as u64));
         if full.is_some() {
             return;
         }
         let id = self.tickets.len();
-        let entry = Entry { turn: turn.clone(), class: ClassId(class), arrived: self.start + self.now, payload: id };
+        let entry = Entry {
+            turn: turn.clone(),
+            class: ClassId(class),
+            arrived: self.start + self.now,
+            payload: id,
+        };
         self.tickets.push(self.queue.push(entry));
-        self.model.push(Waiter { id, class, turn, arrived: self.now });
+        self.model.push(Waiter {
+            id,
+            class,
+            turn,
+            arrived: self.now,
+        });
         assert!(self.queue.contains(self.tickets[id]));
     }
 }
@@ -157,14 +213,25 @@ fn queue_of(quanta: &[u64]) -> (Arc<Classes>, Queue<usize>, Instant) {
         let written = serde_json::json!({ "name": format!("class-{at}"), "quantum": quantum });
         serde_json::from_value(written).unwrap()
     };
-    let config = QueueConfig { classes: quanta.iter().enumerate().map(class).collect(), ..QueueConfig::default() };
+    let config = QueueConfig {
+        classes: quanta.iter().enumerate().map(class).collect(),
+        ..QueueConfig::default()
+    };
     let classes = Arc::new(Classes::new(&config));
     let start = Instant::now();
     (classes.clone(), Queue::new(classes, start), start)
 }
 
 fn entry(class: usize, prompt_tokens: u64, arrived: Instant, payload: usize) -> Entry<usize> {
-    Entry { turn: Turn { prompt_tokens, ..Turn::default() }, class: ClassId(class), arrived, payload }
+    Entry {
+        turn: Turn {
+            prompt_tokens,
+            ..Turn::default()
+        },
+        class: ClassId(class),
+        arrived,
+        payload,
+    }
 }
 
 #[test]
@@ -188,7 +255,8 @@ fn rounds_in_which_nobody_can_pay_are_not_walked() {
     let (_, mut queue, start) = queue_of(&[1, 2]);
     queue.push(entry(0, u64::MAX, start, 0));
     queue.push(entry(1, u64::MAX, start, 1));
-    let order: Vec<_> = std::iter::from_fn(|| queue.next(|_| Some(())).map(|(entry, ())| entry.payload)).collect();
+    let order: Vec<_> =
+        std::iter::from_fn(|| queue.next(|_| Some(())).map(|(entry, ())| entry.payload)).collect();
     assert_eq!(order, [1, 0]);
 }
 
@@ -203,7 +271,9 @@ fn a_class_that_is_blocked_saves_nothing_meanwhile() {
         assert_eq!(queue.next(second_is_blocked).unwrap().0.class, ClassId(0));
     }
     queue.reopen();
-    let classes: Vec<_> = (0..6).map(|_| queue.next(|_| Some(())).unwrap().0.class.at()).collect();
+    let classes: Vec<_> = (0..6)
+        .map(|_| queue.next(|_| Some(())).unwrap().0.class.at())
+        .collect();
     assert_eq!(classes, [1, 0, 1, 0, 1, 0]);
 }
 
@@ -245,7 +315,8 @@ fn an_attempt_that_panics_changes_nothing() {
         queue.next(|_| -> Option<()> { std::panic::resume_unwind(Box::new(())) })
     }));
     assert!(panicked.is_err());
-    let order: Vec<_> = std::iter::from_fn(|| queue.next(|_| Some(())).map(|(entry, ())| entry.payload)).collect();
+    let order: Vec<_> =
+        std::iter::from_fn(|| queue.next(|_| Some(())).map(|(entry, ())| entry.payload)).collect();
     assert_eq!(order, [1, 0]);
 }
 
@@ -286,7 +357,10 @@ fn a_request_finds_its_class_by_name_by_family_and_by_length() {
 
 #[test]
 fn busy_is_strictly_more_than_the_threshold() {
-    let gate = |prefill_tokens, prefill_fraction| Gate { prefill_tokens, prefill_fraction };
+    let gate = |prefill_tokens, prefill_fraction| Gate {
+        prefill_tokens,
+        prefill_fraction,
+    };
     let table = [
         (gate(None, None), u64::MAX, Some(1), false),
         (gate(Some(100), None), 100, Some(1), false),
@@ -299,6 +373,10 @@ fn busy_is_strictly_more_than_the_threshold() {
         (gate(Some(10), Some(0.5)), 11, Some(2000), true),
     ];
     for (gate, active, batch, busy) in table {
-        assert_eq!(gate.busy(active, batch), busy, "{gate:?} {active} {batch:?}");
+        assert_eq!(
+            gate.busy(active, batch),
+            busy,
+            "{gate:?} {active} {batch:?}"
+        );
     }
 }

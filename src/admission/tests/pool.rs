@@ -45,7 +45,11 @@ impl Seats {
     }
 
     fn nudge(&self) {
-        self.admission.get().and_then(Weak::upgrade).into_iter().for_each(|admission| admission.nudge());
+        self.admission
+            .get()
+            .and_then(Weak::upgrade)
+            .into_iter()
+            .for_each(|admission| admission.nudge());
     }
 }
 
@@ -70,15 +74,28 @@ pub(super) enum Does {
 
 impl From<&'static str> for Job {
     fn from(name: &'static str) -> Self {
-        Self { name, ..Self::default() }
+        Self {
+            name,
+            ..Self::default()
+        }
     }
 }
 
 impl Pool {
     /// One worker with some seats, and its waiting room.
-    pub(super) fn room(seats: usize, config: &QueueConfig, prefill: Prefill) -> Arc<Admission<Pool>> {
-        let seats = Arc::new(Seats { free: Mutex::new(seats), admission: OnceLock::new() });
-        let pool = Pool { seats: seats.clone(), workers: Mutex::new(1) };
+    pub(super) fn room(
+        seats: usize,
+        config: &QueueConfig,
+        prefill: Prefill,
+    ) -> Arc<Admission<Pool>> {
+        let seats = Arc::new(Seats {
+            free: Mutex::new(seats),
+            admission: OnceLock::new(),
+        });
+        let pool = Pool {
+            seats: seats.clone(),
+            workers: Mutex::new(1),
+        };
         let admission = Admission::new(Arc::new(pool), config, prefill);
         seats.admission.set(Arc::downgrade(&admission)).unwrap();
         admission
@@ -132,7 +149,12 @@ impl Placing for Pool {
         assert!(request.does != Does::Panics, "as it was told");
         *free = free.saturating_sub(takes);
         let seats = self.seats.clone();
-        Attempt::Placed(Seat { name: request.name, refreshed: request.refreshed, takes, seats })
+        Attempt::Placed(Seat {
+            name: request.name,
+            refreshed: request.refreshed,
+            takes,
+            seats,
+        })
     }
 
     fn refresh(&self, request: &mut Job) {

@@ -30,13 +30,21 @@ async fn client(admission: Arc<Admission<Pool>>, count: Arc<Count>, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..REQUESTS {
         let lane = match rng.random_range(0..4) {
-            0 => Lane::Pinned(WorkerRank { worker: WorkerId(rng.random_range(0..3)), rank: DpRank(0) }),
+            0 => Lane::Pinned(WorkerRank {
+                worker: WorkerId(rng.random_range(0..3)),
+                rank: DpRank(0),
+            }),
             1 => Lane::Among(rng.random_range(0..3)),
             _ => Lane::Shared,
         };
         let class = rng.random_bool(0.5).then(|| "other".to_owned());
         let strict_priority = rng.random_range(0..2);
-        let turn = Turn { class, lane, strict_priority, ..turn(rng.random_range(1..100)) };
+        let turn = Turn {
+            class,
+            lane,
+            strict_priority,
+            ..turn(rng.random_range(1..100))
+        };
         let patience = rng.random_bool(0.3).then(|| rng.random_range(0..20));
         let outcome = match (admission.enter("a".into(), turn), patience) {
             (Entered::Done(outcome), _) => outcome,
@@ -62,13 +70,18 @@ async fn crowd(with_pump: bool) {
     let class = |name: &str, quantum| -> ClassConfig {
         serde_json::from_value(serde_json::json!({ "name": name, "quantum": quantum })).unwrap()
     };
-    let config =
-        QueueConfig { deadline: Period::seconds(20), classes: vec![class("one", 7), class("other", 100)], ..gated() };
+    let config = QueueConfig {
+        deadline: Period::seconds(20),
+        classes: vec![class("one", 7), class("other", 100)],
+        ..gated()
+    };
     let admission = Pool::room(SEATS, &config, Prefill::Steady);
     let pumped = admission.clone();
     let pump = with_pump.then(|| tokio::spawn(async move { pumped.run().await }));
     let count = Arc::new(Count::default());
-    let clients: Vec<_> = (0..TASKS).map(|seed| tokio::spawn(client(admission.clone(), count.clone(), seed))).collect();
+    let clients: Vec<_> = (0..TASKS)
+        .map(|seed| tokio::spawn(client(admission.clone(), count.clone(), seed)))
+        .collect();
     for client in clients {
         client.await.unwrap();
     }
@@ -78,11 +91,15 @@ async fn crowd(with_pump: bool) {
     }
     let left = count.left.load(Ordering::SeqCst);
     let placed = count.placed.load(Ordering::SeqCst);
-    let tally = |of: fn(&Tally) -> u64| standing.iter().map(|class| of(&class.tally)).sum::<u64>() as usize;
+    let tally =
+        |of: fn(&Tally) -> u64| standing.iter().map(|class| of(&class.tally)).sum::<u64>() as usize;
     assert_eq!(admission.placing().free(), SEATS);
     assert_eq!(placed + left, TASKS as usize * REQUESTS);
     // Some were placed at the very moment they left, and do not count as having left the queue.
-    assert!(tally(|tally| tally.left) <= left && left > 0, "{standing:?} {left}");
+    assert!(
+        tally(|tally| tally.left) <= left && left > 0,
+        "{standing:?} {left}"
+    );
     assert!(tally(|tally| tally.waited) > REQUESTS, "{standing:?}");
     assert_eq!(tally(|tally| tally.expired), 0);
     pump.into_iter().for_each(|pump| pump.abort());

@@ -16,7 +16,12 @@ use crate::worker::{BlockSize, DpRank, Worker, WorkerId};
 const SILENCE: Duration = Duration::from_secs(300);
 
 fn worker(id: u64) -> Worker {
-    Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap())
+    Worker::new(
+        WorkerId(id),
+        "127.0.0.1:8000".parse().unwrap(),
+        "m".into(),
+        BlockSize::new(4).unwrap(),
+    )
 }
 
 /// A router with three workers, sessions, and bookings, all by one clock.
@@ -36,15 +41,33 @@ impl Scene {
         };
         let load = LoadTracker::new(now());
         let change = Fleet::empty().reconcile((0..3).map(worker).collect());
-        change.added.iter().for_each(|member| load.open(member.slot, member.rank));
-        let router = Router::new(PrefixIndex::new(), load.clone(), RouterSettings::default(), 1);
+        change
+            .added
+            .iter()
+            .for_each(|member| load.open(member.slot, member.rank));
+        let router = Router::new(
+            PrefixIndex::new(),
+            load.clone(),
+            RouterSettings::default(),
+            1,
+        );
         router.publish(Arc::new(change.fleet));
         let bookings = Bookings::new(
             load,
-            Rules { silence: SILENCE, most: 4, ended: 64, ..Rules::default() },
+            Rules {
+                silence: SILENCE,
+                most: 4,
+                ended: 64,
+                ..Rules::default()
+            },
             Arc::new(Metrics::new()),
         );
-        Self { router, sessions: Sessions::new(SessionRules::default(), now()), bookings, clock }
+        Self {
+            router,
+            sessions: Sessions::new(SessionRules::default(), now()),
+            bookings,
+            clock,
+        }
     }
 
     fn request(length: usize) -> RouteRequest {
@@ -55,12 +78,20 @@ impl Scene {
 
     fn admitted(&self, length: usize) -> Admitted {
         let booked = self.router.route(Self::request(length)).unwrap();
-        let session = match self.sessions.enter(SessionName { id: "s", parent: None, model: None, tenant: None }) {
+        let session = match self.sessions.enter(SessionName {
+            id: "s",
+            parent: None,
+            model: None,
+            tenant: None,
+        }) {
             Ok(Entry::Bound(hold)) => Some(hold),
             Ok(Entry::First(binding)) => Some(binding.bind(booked.route.to.rank)),
             _ => None,
         };
-        Admitted { session, ..Admitted::new(booked) }
+        Admitted {
+            session,
+            ..Admitted::new(booked)
+        }
     }
 
     /// Routes, unless the attempt has been routed before.
@@ -73,9 +104,18 @@ impl Scene {
     }
 
     fn add(&self, attempt: Attempt<'_>, worker: u64) -> Result<bool, Fault> {
-        let rank = WorkerRank { worker: WorkerId(worker), rank: DpRank(0) };
-        let foreign = self.router.foreign(Self::request(2), rank, Elsewhere::default()).unwrap();
-        Ok(matches!(self.bookings.add(attempt, &foreign, &self.router)?, Kept::Now(_)))
+        let rank = WorkerRank {
+            worker: WorkerId(worker),
+            rank: DpRank(0),
+        };
+        let foreign = self
+            .router
+            .foreign(Self::request(2), rank, Elsewhere::default())
+            .unwrap();
+        Ok(matches!(
+            self.bookings.add(attempt, &foreign, &self.router)?,
+            Kept::Now(_)
+        ))
     }
 
     fn advance(&self, by: Duration) {
@@ -93,8 +133,17 @@ impl Scene {
     /// Live requests by the load, by the ledger, and by the sessions.
     fn counts(&self) -> (u64, usize, usize) {
         let counts = self.bookings.state.lock().ledger.counts();
-        assert_eq!(self.bookings.metrics.api_bookings.get(), counts.bookings as i64);
-        let requests = self.router.load().snapshot().iter().map(|load| load.active_requests).sum();
+        assert_eq!(
+            self.bookings.metrics.api_bookings.get(),
+            counts.bookings as i64
+        );
+        let requests = self
+            .router
+            .load()
+            .snapshot()
+            .iter()
+            .map(|load| load.active_requests)
+            .sum();
         (requests, counts.bookings, self.sessions.counts().running)
     }
 }
@@ -107,13 +156,19 @@ fn attempt(request: &str, number: u64) -> Attempt<'_> {
 fn what_is_kept_goes_with_its_booking_whatever_ends_it() {
     let scene = Scene::new();
     let ends: [(&str, &dyn Fn()); 3] = [
-        ("freed", &|| assert_eq!(scene.free(attempt("a", 0)), Change::Applied)),
+        ("freed", &|| {
+            assert_eq!(scene.free(attempt("a", 0)), Change::Applied)
+        }),
         ("silent", &|| {
             scene.advance(SILENCE + Duration::from_millis(1));
             assert_eq!(scene.bookings.expire(), 1);
         }),
         ("its worker gone", &|| {
-            scene.router.fleet().members().for_each(|member| scene.router.load().close(member.slot));
+            scene
+                .router
+                .fleet()
+                .members()
+                .for_each(|member| scene.router.load().close(member.slot));
             assert_eq!(scene.bookings.expire(), 0);
         }),
     ];
@@ -130,8 +185,12 @@ fn who_books_twice_at_once_is_booked_once() {
     let scene = Scene::new();
     // Both looked before either had been let in.
     let (first, second) = (scene.admitted(3), scene.admitted(3));
-    let Kept::Now(route) = scene.bookings.keep(attempt("a", 0), first).unwrap() else { panic!("not booked") };
-    let Kept::Before(again) = scene.bookings.keep(attempt("a", 0), second).unwrap() else { panic!("booked twice") };
+    let Kept::Now(route) = scene.bookings.keep(attempt("a", 0), first).unwrap() else {
+        panic!("not booked")
+    };
+    let Kept::Before(again) = scene.bookings.keep(attempt("a", 0), second).unwrap() else {
+        panic!("booked twice")
+    };
     assert!(Arc::ptr_eq(&route, &again));
     assert_eq!(scene.counts(), (1, 1, 1));
 }
@@ -142,13 +201,23 @@ fn a_later_attempt_takes_the_place_of_an_earlier_one() {
     assert!(scene.route(attempt("a", 1), 3).unwrap());
     assert!(scene.bookings.again(attempt("a", 2)).unwrap().is_none());
     assert_eq!(scene.counts(), (0, 0, 0), "it would wait for itself");
-    assert!(!scene.route(attempt("a", 1), 3).unwrap(), "the earlier one again, late");
+    assert!(
+        !scene.route(attempt("a", 1), 3).unwrap(),
+        "the earlier one again, late"
+    );
     assert!(scene.route(attempt("a", 2), 3).unwrap());
     let refused = Fault::Booking(Refused::Booked { attempt: 2 });
     assert_eq!(scene.bookings.again(attempt("a", 1)).unwrap_err(), refused);
     let admitted = scene.admitted(3);
-    assert_eq!(scene.bookings.keep(attempt("a", 1), admitted).unwrap_err(), refused);
-    assert_eq!(scene.free(attempt("a", 1)), Change::None, "a late word about the earlier one");
+    assert_eq!(
+        scene.bookings.keep(attempt("a", 1), admitted).unwrap_err(),
+        refused
+    );
+    assert_eq!(
+        scene.free(attempt("a", 1)),
+        Change::None,
+        "a late word about the earlier one"
+    );
     assert_eq!(scene.counts(), (1, 1, 1));
 }
 
@@ -157,10 +226,18 @@ fn what_has_ended_gets_the_same_answer_and_is_not_booked_again() {
     let scene = Scene::new();
     let name = attempt("a", 0);
     let admitted = scene.admitted(3);
-    let Kept::Now(route) = scene.bookings.keep(name, admitted).unwrap() else { panic!("not booked") };
+    let Kept::Now(route) = scene.bookings.keep(name, admitted).unwrap() else {
+        panic!("not booked")
+    };
     assert_eq!(scene.free(name), Change::Applied);
-    assert!(Arc::ptr_eq(&scene.bookings.again(name).unwrap().unwrap(), &route));
-    assert_eq!((scene.mark(name).unwrap(), scene.free(name)), (Change::None, Change::None));
+    assert!(Arc::ptr_eq(
+        &scene.bookings.again(name).unwrap().unwrap(),
+        &route
+    ));
+    assert_eq!(
+        (scene.mark(name).unwrap(), scene.free(name)),
+        (Change::None, Change::None)
+    );
     assert!(scene.add(attempt("b", 0), 1).unwrap());
     assert_eq!(scene.free(attempt("b", 0)), Change::Applied);
     assert!(!scene.add(attempt("b", 0), 1).unwrap());
@@ -194,19 +271,41 @@ fn callers_tell_whether_workers_answer() {
     assert_eq!(scene.router.out().len(), 2, "who has a first token answers");
     all_out();
     assert!(scene.route(attempt("b", 0), 3).unwrap());
-    assert_eq!(scene.bookings.free(attempt("b", 0), Some(404), &scene.router), Change::Applied);
-    assert_eq!(scene.router.out().len(), 3, "a refused request is no evidence of health");
+    assert_eq!(
+        scene
+            .bookings
+            .free(attempt("b", 0), Some(404), &scene.router),
+        Change::Applied
+    );
+    assert_eq!(
+        scene.router.out().len(),
+        3,
+        "a refused request is no evidence of health"
+    );
 }
 
 #[test]
 fn a_booking_by_the_other_call_is_no_answer() {
     let scene = Scene::new();
     assert!(scene.add(attempt("a", 0), 1).unwrap());
-    assert!(!scene.add(attempt("a", 0), 1).unwrap(), "the same once more");
-    let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
-    let elsewhere = Fault::BookedElsewhere { request: "a".into(), number: 0, rank };
+    assert!(
+        !scene.add(attempt("a", 0), 1).unwrap(),
+        "the same once more"
+    );
+    let rank = WorkerRank {
+        worker: WorkerId(1),
+        rank: DpRank(0),
+    };
+    let elsewhere = Fault::BookedElsewhere {
+        request: "a".into(),
+        number: 0,
+        rank,
+    };
     assert_eq!(scene.add(attempt("a", 0), 2).unwrap_err(), elsewhere);
-    assert_eq!(scene.bookings.again(attempt("a", 0)).unwrap_err(), elsewhere);
+    assert_eq!(
+        scene.bookings.again(attempt("a", 0)).unwrap_err(),
+        elsewhere
+    );
     assert_eq!(scene.counts(), (1, 1, 0));
 }
 

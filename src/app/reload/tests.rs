@@ -39,13 +39,21 @@ impl Engine {
             let engine = engine.clone();
             async move { engine.answer(&headers, uri.path()).await }
         };
-        tokio::spawn(async move { axum::serve(listener, Routes::new().fallback(answer)).await.unwrap() });
+        tokio::spawn(async move {
+            axum::serve(listener, Routes::new().fallback(answer))
+                .await
+                .unwrap()
+        });
         address
     }
 
     async fn answer(&self, headers: &HeaderMap, path: &str) -> (StatusCode, String) {
         let wanted = self.token.map(|token| format!("Bearer {token}"));
-        let denied = wanted.is_some_and(|wanted| headers.get("authorization").is_none_or(|given| *given != *wanted));
+        let denied = wanted.is_some_and(|wanted| {
+            headers
+                .get("authorization")
+                .is_none_or(|given| *given != *wanted)
+        });
         if path == "/metrics" {
             self.asked.fetch_add(1, Ordering::SeqCst);
         }
@@ -74,14 +82,21 @@ impl Engine {
 }
 
 fn config(workers: &[std::net::SocketAddr], more: &str) -> Config {
-    let model = if more.contains("models:") { "" } else { "models: [{name: m}]\n" };
-    let workers: Vec<_> =
-        (1..).zip(workers).map(|(id, address)| format!("{{id: {id}, model: m, endpoint: '{address}'}}")).collect();
+    let model = if more.contains("models:") {
+        ""
+    } else {
+        "models: [{name: m}]\n"
+    };
+    let workers: Vec<_> = (1..)
+        .zip(workers)
+        .map(|(id, address)| format!("{{id: {id}, model: m, endpoint: '{address}'}}"))
+        .collect();
     let text = format!(
         "listen: {{tcp: '127.0.0.1:0'}}\nadmin: {{listen: '127.0.0.1:0'}}\nlearn: {{interval: 1h}}\n{model}workers: [{}]\n{more}",
         workers.join(", ")
     );
-    Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap_or_else(|error| panic!("{error:?}"))
+    Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes())
+        .unwrap_or_else(|error| panic!("{error:?}"))
 }
 
 fn with_tokenizer(more: &str) -> String {
@@ -109,31 +124,53 @@ async fn reload(app: &App, config: Config) {
 }
 
 fn mismatches(router: &Router) -> Vec<Mismatch> {
-    router.sources().learned(ONE).map(|(_, mismatches)| mismatches).unwrap_or_default()
+    router
+        .sources()
+        .learned(ONE)
+        .map(|(_, mismatches)| mismatches)
+        .unwrap_or_default()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_token_for_engines_reaches_those_who_ask_already() {
-    let engine = Arc::new(Engine { token: Some("letmein"), ..Engine::default() });
+    let engine = Arc::new(Engine {
+        token: Some("letmein"),
+        ..Engine::default()
+    });
     let address = engine.serve().await;
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("token");
     std::fs::write(&token, "letmein").unwrap();
-    let app = App::start(config(&[address], &with_tokenizer(""))).await.unwrap();
+    let app = App::start(config(&[address], &with_tokenizer("")))
+        .await
+        .unwrap();
     let router = app.reloader.router.clone();
     let verdict = || {
-        let parity = router.parity().of(&"m".into()).map(|standing| standing.parity()).unwrap_or_default();
+        let parity = router
+            .parity()
+            .of(&"m".into())
+            .map(|standing| standing.parity())
+            .unwrap_or_default();
         match parity.workers.get(&ONE).map(|known| known.canaries.clone()) {
             Some(Verdict::CannotTest { why, .. }) => why,
             _ => String::new(),
         }
     };
-    until("the self-test wants a token", || verdict().contains("engines.token_file")).await;
+    until("the self-test wants a token", || {
+        verdict().contains("engines.token_file")
+    })
+    .await;
     assert!(router.sources().learned(ONE).is_none());
     let more = format!("engines: {{token_file: {}}}\n", token.display());
     reload(&app, config(&[address], &with_tokenizer(&more))).await;
-    until("it is learned of", || router.sources().learned(ONE).is_some()).await;
-    until("the self-test asks with it", || verdict().contains("offers neither")).await;
+    until("it is learned of", || {
+        router.sources().learned(ONE).is_some()
+    })
+    .await;
+    until("the self-test asks with it", || {
+        verdict().contains("offers neither")
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -142,19 +179,59 @@ async fn what_is_learned_follows_the_settings() {
     let address = engine.serve().await;
     let app = App::start(config(&[address], "")).await.unwrap();
     let router = app.reloader.router.clone();
-    let capacity = || router.fleet().worker(ONE).and_then(|worker| worker.capacity.total_kv_blocks);
+    let capacity = || {
+        router
+            .fleet()
+            .worker(ONE)
+            .and_then(|worker| worker.capacity.total_kv_blocks)
+    };
     until("it is learned of", || capacity() == Some(100)).await;
-    let agreed = || router.sources().agreed().load().get(&"m".into()).cloned().unwrap_or_default();
-    assert_eq!((agreed().root.as_deref(), agreed().max_model_len), (Some("org/m"), Some(4096)));
+    let agreed = || {
+        router
+            .sources()
+            .agreed()
+            .load()
+            .get(&"m".into())
+            .cloned()
+            .unwrap_or_default()
+    };
+    assert_eq!(
+        (agreed().root.as_deref(), agreed().max_model_len),
+        (Some("org/m"), Some(4096))
+    );
 
     // What engines contradict is what is configured now.
-    reload(&app, config(&[address], "models: [{name: m, block_size: 32}]\n")).await;
-    let told = |setting| mismatches(&router).iter().any(|found| found.setting == setting);
-    until("32 are not 16", || told("block_size") && capacity() == Some(50)).await;
+    reload(
+        &app,
+        config(&[address], "models: [{name: m, block_size: 32}]\n"),
+    )
+    .await;
+    let told = |setting| {
+        mismatches(&router)
+            .iter()
+            .any(|found| found.setting == setting)
+    };
+    until("32 are not 16", || {
+        told("block_size") && capacity() == Some(50)
+    })
+    .await;
     let media = "media: {model: other, image: {token: '<s>', rule: fixed, tokens: 4}}";
-    let files = format!("tokenizer: {}/examples/models/tinyllama/tokenizer.json.gz", env!("CARGO_MANIFEST_DIR"));
-    reload(&app, config(&[address], &format!("models: [{{name: m, {files}, {media}}}]\n"))).await;
-    until("it was started with something else", || told("media.model") && !told("block_size")).await;
+    let files = format!(
+        "tokenizer: {}/examples/models/tinyllama/tokenizer.json.gz",
+        env!("CARGO_MANIFEST_DIR")
+    );
+    reload(
+        &app,
+        config(
+            &[address],
+            &format!("models: [{{name: m, {files}, {media}}}]\n"),
+        ),
+    )
+    .await;
+    until("it was started with something else", || {
+        told("media.model") && !told("block_size")
+    })
+    .await;
 
     // Nobody is asked, and nothing is known.
     let off = |mut config: Config| {
@@ -162,7 +239,10 @@ async fn what_is_learned_follows_the_settings() {
         config
     };
     reload(&app, off(config(&[address], ""))).await;
-    until("it is forgotten", || capacity().is_none() && router.sources().learned(ONE).is_none()).await;
+    until("it is forgotten", || {
+        capacity().is_none() && router.sources().learned(ONE).is_none()
+    })
+    .await;
     reload(&app, config(&[address], "")).await;
     until("it is learned of again", || capacity() == Some(100)).await;
 }
@@ -171,15 +251,31 @@ async fn what_is_learned_follows_the_settings() {
 async fn another_log_level_tests_nobody_again() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
-    let app = App::start(config(&[address], &with_tokenizer(""))).await.unwrap();
+    let app = App::start(config(&[address], &with_tokenizer("")))
+        .await
+        .unwrap();
     let before = app.reloader.subjects();
     let client = app.reloader.client();
-    reload(&app, config(&[address], &with_tokenizer("log: {level: debug}\n"))).await;
+    reload(
+        &app,
+        config(&[address], &with_tokenizer("log: {level: debug}\n")),
+    )
+    .await;
     let after = app.reloader.subjects();
     assert_eq!((before.len(), after.len()), (1, 1));
-    assert!(Arc::ptr_eq(&before[&"m".into()], &after[&"m".into()]), "its canaries are not tokenised again");
-    assert!(app.reloader.client().is_same(&client), "nor are engines connected to anew");
-    reload(&app, config(&[address], &with_tokenizer("self_test: {enabled: false}\n"))).await;
+    assert!(
+        Arc::ptr_eq(&before[&"m".into()], &after[&"m".into()]),
+        "its canaries are not tokenised again"
+    );
+    assert!(
+        app.reloader.client().is_same(&client),
+        "nor are engines connected to anew"
+    );
+    reload(
+        &app,
+        config(&[address], &with_tokenizer("self_test: {enabled: false}\n")),
+    )
+    .await;
     assert!(app.reloader.subjects().is_empty());
 }
 
@@ -187,11 +283,25 @@ async fn another_log_level_tests_nobody_again() {
 async fn what_was_found_out_of_another_tokenizer_is_forgotten() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
-    let app = App::start(config(&[address], &with_tokenizer(""))).await.unwrap();
+    let app = App::start(config(&[address], &with_tokenizer("")))
+        .await
+        .unwrap();
     let standing = || app.reloader.router.parity().of(&"m".into()).unwrap();
-    let label = || standing().parity().workers.get(&ONE).map(|known| known.canaries.label());
+    let label = || {
+        standing()
+            .parity()
+            .workers
+            .get(&ONE)
+            .map(|known| known.canaries.label())
+    };
     until("it cannot be tested", || label() == Some("cannot_test")).await;
-    standing().tested(ONE, Verdict::Agrees { compared: 1, skipped: Default::default() });
+    standing().tested(
+        ONE,
+        Verdict::Agrees {
+            compared: 1,
+            skipped: Default::default(),
+        },
+    );
     // Who cannot be asked has not changed its tokens; but ours are others.
     reload(&app, config(&[address], &tokenizer_of("qwen2.5", ""))).await;
     until("nothing is known of it", || label() != Some("agrees")).await;
@@ -205,18 +315,34 @@ async fn a_newcomer_and_who_begins_anew_are_asked_at_once_whoever_hangs() {
     let patient = "engines: {deadline: 1h}\nreadiness: {event_sources_deadline: 1h}\n";
     let app = App::start(config(&[first], patient)).await.unwrap();
     let router = app.reloader.router.clone();
-    until("the first is asked", || hanging.asked.load(Ordering::SeqCst) == 1).await;
+    until("the first is asked", || {
+        hanging.asked.load(Ordering::SeqCst) == 1
+    })
+    .await;
     reload(&app, config(&[first, second], patient)).await;
-    until("the newcomer is learned of", || router.sources().learned(WorkerId(2)).is_some()).await;
+    until("the newcomer is learned of", || {
+        router.sources().learned(WorkerId(2)).is_some()
+    })
+    .await;
     // Nobody of the beginning was left out: readiness waits for the first alone.
-    assert!(app.readiness.pending().iter().any(|pending| pending.contains("settings of the initial workers")));
+    assert!(
+        app.readiness
+            .pending()
+            .iter()
+            .any(|pending| pending.contains("settings of the initial workers"))
+    );
 
     let asked = || newcomer.asked.load(Ordering::SeqCst);
     assert_eq!(asked(), 1, "the next time in an hour");
-    let rank = WorkerRank { worker: WorkerId(2), rank: DpRank(0) };
+    let rank = WorkerRank {
+        worker: WorkerId(2),
+        rank: DpRank(0),
+    };
     let mut source = crate::trust::Source::new(0.0);
     source.restarted();
-    router.sources().watch(rank, Arc::new(parking_lot::Mutex::new(source)));
+    router
+        .sources()
+        .watch(rank, Arc::new(parking_lot::Mutex::new(source)));
     until("an engine that began anew is asked again", || asked() == 2).await;
 }
 
@@ -224,7 +350,10 @@ async fn a_newcomer_and_who_begins_anew_are_asked_at_once_whoever_hangs() {
 async fn readiness_waits_for_the_event_sources_that_only_engines_know_of() {
     let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let publishes = Some(nobody.local_addr().unwrap().port());
-    let engine = Arc::new(Engine { publishes, ..Engine::default() });
+    let engine = Arc::new(Engine {
+        publishes,
+        ..Engine::default()
+    });
     engine.hangs.store(true, Ordering::SeqCst);
     let address = engine.serve().await;
     let patient = "engines: {deadline: 1h}\nreadiness: {event_sources_deadline: 1h}\n";
@@ -232,12 +361,25 @@ async fn readiness_waits_for_the_event_sources_that_only_engines_know_of() {
     let pending = || app.readiness.pending();
     let waits_for = |what: &str| pending().iter().any(|pending| pending.contains(what));
     until("it is asked", || engine.asked.load(Ordering::SeqCst) > 0).await;
-    assert!(waits_for("settings of the initial workers"), "{:?}", pending());
+    assert!(
+        waits_for("settings of the initial workers"),
+        "{:?}",
+        pending()
+    );
     engine.hangs.store(false, Ordering::SeqCst);
-    until("its source is waited for", || waits_for("event source of worker rank 1/0")).await;
-    until("and nothing else", || !waits_for("settings of the initial workers")).await;
+    until("its source is waited for", || {
+        waits_for("event source of worker rank 1/0")
+    })
+    .await;
+    until("and nothing else", || {
+        !waits_for("settings of the initial workers")
+    })
+    .await;
     // Whoever does not answer is not waited for.
-    let silent = Arc::new(Engine { token: Some("letmein"), ..Engine::default() });
+    let silent = Arc::new(Engine {
+        token: Some("letmein"),
+        ..Engine::default()
+    });
     let address = silent.serve().await;
     let app = App::start(config(&[address], patient)).await.unwrap();
     until("it failed", || app.readiness.pending().is_empty()).await;

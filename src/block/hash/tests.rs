@@ -10,28 +10,46 @@ use crate::block::{MediaTokens, ObjectHash};
 /// chain's.
 fn defined(content: &Content<'_>, size: usize, (seed, step): (u64, u64)) -> (Vec<u64>, Vec<u64>) {
     let width = size + usize::from(content.windows == Windows::Eagle);
-    let objects = objects_by_block(content.tokens.len(), BlockSize::new(size as u32).unwrap(), content.objects);
+    let objects = objects_by_block(
+        content.tokens.len(),
+        BlockSize::new(size as u32).unwrap(),
+        content.objects,
+    );
     let local = |start: usize| {
-        let mut bytes: Vec<u8> =
-            content.tokens[start..start + width].iter().flat_map(|token| token.to_le_bytes()).collect();
-        let mut hashes: Vec<u64> = objects[start / size].iter().map(|entry| entry.object.0).collect();
+        let mut bytes: Vec<u8> = content.tokens[start..start + width]
+            .iter()
+            .flat_map(|token| token.to_le_bytes())
+            .collect();
+        let mut hashes: Vec<u64> = objects[start / size]
+            .iter()
+            .map(|entry| entry.object.0)
+            .collect();
         hashes.sort_unstable();
         bytes.extend(hashes.iter().flat_map(|object| object.to_le_bytes()));
         xxh3_64_with_seed(&bytes, seed)
     };
-    let starts = (0..content.tokens.len()).step_by(size).filter(|start| start + width <= content.tokens.len());
+    let starts = (0..content.tokens.len())
+        .step_by(size)
+        .filter(|start| start + width <= content.tokens.len());
     let locals: Vec<u64> = starts.map(local).collect();
     let mut sequences: Vec<u64> = Vec::new();
     for &local in &locals {
         let pair = |parent: &u64| [parent.to_le_bytes(), local.to_le_bytes()].concat();
-        sequences.push(sequences.last().map_or(local, |parent| xxh3_64_with_seed(&pair(parent), step)));
+        sequences.push(
+            sequences
+                .last()
+                .map_or(local, |parent| xxh3_64_with_seed(&pair(parent), step)),
+        );
     }
     (locals, sequences)
 }
 
 fn numbers(hashes: &BlockHashes) -> (Vec<u64>, Vec<u64>) {
     let sequences = hashes.sequences().iter().map(|hash| hash.0).collect();
-    (hashes.locals().iter().map(|hash| hash.0).collect(), sequences)
+    (
+        hashes.locals().iter().map(|hash| hash.0).collect(),
+        sequences,
+    )
 }
 
 fn size() -> impl Strategy<Value = usize> {

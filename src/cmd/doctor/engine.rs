@@ -20,7 +20,8 @@ pub fn examine(facts: &WorkerFacts) -> Vec<Finding> {
     let mut findings = serving::check(facts);
     if !is_there(facts) {
         let at = At::new("engine", facts.subject());
-        findings.push(at.skipped("its tokens, its cache and its events, because it does not answer"));
+        findings
+            .push(at.skipped("its tokens, its cache and its events, because it does not answer"));
         return findings;
     }
     findings.extend(cache::check(facts));
@@ -35,7 +36,8 @@ pub fn examine(facts: &WorkerFacts) -> Vec<Finding> {
     let mut once: Vec<Finding> = Vec::new();
     for finding in findings {
         let twice = |known: &Finding| {
-            (known.check, &known.subject, known.level) == (finding.check, &finding.subject, finding.level)
+            (known.check, &known.subject, known.level)
+                == (finding.check, &finding.subject, finding.level)
         };
         if !once.iter().any(twice) {
             once.push(finding);

@@ -58,7 +58,10 @@ pub struct At {
 impl At {
     /// The check `check` of `subject`.
     pub fn new(check: &'static str, subject: impl Into<String>) -> Self {
-        Self { check, subject: subject.into() }
+        Self {
+            check,
+            subject: subject.into(),
+        }
     }
 
     /// All is well.
@@ -87,7 +90,13 @@ impl At {
     }
 
     fn finding(self, level: Level, seen: impl Into<String>, mend: Option<String>) -> Finding {
-        Finding { level, check: self.check, subject: self.subject, seen: seen.into(), mend }
+        Finding {
+            level,
+            check: self.check,
+            subject: self.subject,
+            seen: seen.into(),
+            mend,
+        }
     }
 }
 

@@ -39,8 +39,8 @@ const TRIES: u32 = 2;
 const BLOCKS: usize = 4;
 /// What a canary is made of, one token each for most tokenizers.
 const WORDS: [&str; 16] = [
-    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue", "green", "north",
-    "south", "west",
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue",
+    "green", "north", "south", "west",
 ];
 
 /// Who gathers.
@@ -60,15 +60,30 @@ impl Gatherer<'_> {
     /// Everything about every worker, in their order.
     pub(super) async fn workers(&self, workers: &[Worker]) -> Vec<WorkerFacts> {
         let from_afar = |prefill: &Worker| {
-            let takes_over = |other: &&Worker| other.model == prefill.model && other.role != Role::Prefill;
-            workers.iter().filter(takes_over).any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
+            let takes_over =
+                |other: &&Worker| other.model == prefill.model && other.role != Role::Prefill;
+            workers
+                .iter()
+                .filter(takes_over)
+                .any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
         };
         let origin = |worker: &Worker| match (self.config.worker_source(), &worker.name) {
             (WorkerSource::Kubernetes(_), Some(name)) => {
-                let several = workers.iter().filter(|other| other.name == worker.name).count() > 1;
-                let port = if several { format!(":{}", worker.endpoint.0.port()) } else { String::new() };
+                let several = workers
+                    .iter()
+                    .filter(|other| other.name == worker.name)
+                    .count()
+                    > 1;
+                let port = if several {
+                    format!(":{}", worker.endpoint.0.port())
+                } else {
+                    String::new()
+                };
                 let pool = worker.pools().next().unwrap_or_default();
-                WorkerOrigin::Pod { pod: format!("{name}{port}"), pool: pool.to_owned() }
+                WorkerOrigin::Pod {
+                    pod: format!("{name}{port}"),
+                    pool: pool.to_owned(),
+                }
             }
             _ => WorkerOrigin::Listed,
         };
@@ -81,15 +96,28 @@ impl Gatherer<'_> {
     }
 
     async fn worker(&self, worker: &Worker) -> WorkerFacts {
-        self.worker_within(worker, self.patience * STEPS + RANK * worker.ranks.size.get()).await
+        self.worker_within(
+            worker,
+            self.patience * STEPS + RANK * worker.ranks.size.get(),
+        )
+        .await
     }
 
     /// The facts of all steps that are complete at the deadline.
     async fn worker_within(&self, worker: &Worker, deadline: Duration) -> WorkerFacts {
-        let part = self.progress.open(format!("worker {} at {}", worker.id, worker.endpoint), "/health");
+        let part = self.progress.open(
+            format!("worker {} at {}", worker.id, worker.endpoint),
+            "/health",
+        );
         let mut facts = self.unknown(worker);
-        if tokio::time::timeout(deadline, self.examine(&mut facts, &part)).await.is_err() {
-            facts.overdue = Some(OverdueStep { name: part.current(), deadline });
+        if tokio::time::timeout(deadline, self.examine(&mut facts, &part))
+            .await
+            .is_err()
+        {
+            facts.overdue = Some(OverdueStep {
+                name: part.current(),
+                deadline,
+            });
         }
         facts
     }
@@ -100,7 +128,11 @@ impl Gatherer<'_> {
             origin: WorkerOrigin::Listed,
             configured: self.configured(worker),
             sources_learned: false,
-            windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
+            windows: self
+                .models
+                .get(&worker.model)
+                .map(|model| model.windows)
+                .unwrap_or_default(),
             worker: worker.clone(),
             adapters: self.adapters(&worker.model),
             images_of: self.images_of(&worker.model),
@@ -133,14 +165,24 @@ impl Gatherer<'_> {
             self.client.kv_event_sources(engine),
             self.client.time(engine),
         );
-        let (worker, sources_learned) = self.completed(&facts.worker, metrics.as_ref().ok(), publishers.as_ref().ok());
+        let (worker, sources_learned) = self.completed(
+            &facts.worker,
+            metrics.as_ref().ok(),
+            publishers.as_ref().ok(),
+        );
         facts.worker = worker.clone();
         facts.sources_learned = sources_learned;
         facts.date = date.map(|theirs| (theirs, SystemTime::now()));
         (facts.models, facts.metrics, facts.publishers) = (models, metrics, publishers);
-        if let Some(subject) = self.models.get(&worker.model).and_then(|model| Subject::new(model)) {
+        if let Some(subject) = self
+            .models
+            .get(&worker.model)
+            .and_then(|model| Subject::new(model))
+        {
             part.step("comparison of tokens");
-            facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
+            facts.tokens = subject
+                .test(&self.client, engine, self.config.self_test.deadline.get())
+                .await;
         }
         // A single rank serves every request; with several ranks each request names its rank.
         let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
@@ -148,18 +190,29 @@ impl Gatherer<'_> {
         // Ranks share an engine, so canaries run one after another: the events of one must not count for another.
         for rank in worker.ranks.iter() {
             part.step(format!("rank {rank}: KV events and canary"));
-            facts.ranks.push(self.rank(engine, &worker, rank, several).await);
+            facts
+                .ranks
+                .push(self.rank(engine, &worker, rank, several).await);
         }
         if worker.role == Role::Prefill {
             part.step("prefill");
-            facts.met = if self.meets(&worker) { Some(self.met(&worker).await) } else { None };
+            facts.met = if self.meets(&worker) {
+                Some(self.met(&worker).await)
+            } else {
+                None
+            };
             facts.handed_over = self.handed_over(engine, &worker).await;
         }
     }
 
     /// How prefills of a worker's model are carried out.
     fn way(&self, worker: &Worker) -> Option<&PrefillConfig> {
-        self.config.models.iter().find(|known| known.name == worker.model)?.prefill.as_ref()
+        self.config
+            .models
+            .iter()
+            .find(|known| known.name == worker.model)?
+            .prefill
+            .as_ref()
     }
 
     /// Whether a worker does nothing but with another one that it meets.
@@ -180,17 +233,36 @@ impl Gatherer<'_> {
     }
 
     /// What it says of a prompt whose KV it is to keep for another worker, as vLLM is asked.
-    async fn handed_over(&self, engine: &EngineUrl, worker: &Worker) -> Option<Told<serde_json::Value>> {
-        let way = self.way(worker).filter(|way| way.by == By::Call && way.protocol == Protocol::Vllm);
+    async fn handed_over(
+        &self,
+        engine: &EngineUrl,
+        worker: &Worker,
+    ) -> Option<Told<serde_json::Value>> {
+        let way = self
+            .way(worker)
+            .filter(|way| way.by == By::Call && way.protocol == Protocol::Vllm);
         way.filter(|_| self.canaries && !worker.draining)?;
         let (text, _) = self.prompt(engine, worker).await;
         let mut body: serde_json::Value = serde_json::from_slice(&text).ok()?;
         body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
-        Some(self.client.post(engine, "v1/completions", body.to_string().into(), self.patience).await)
+        Some(
+            self.client
+                .post(
+                    engine,
+                    "v1/completions",
+                    body.to_string().into(),
+                    self.patience,
+                )
+                .await,
+        )
     }
 
     fn configured(&self, worker: &Worker) -> ConfiguredCache {
-        let model = self.config.models.iter().find(|known| known.name == worker.model);
+        let model = self
+            .config
+            .models
+            .iter()
+            .find(|known| known.name == worker.model);
         ConfiguredCache {
             block_size: model.and_then(|model| model.block_size),
             total_kv_blocks: worker.capacity.total_kv_blocks,
@@ -208,7 +280,8 @@ impl Gatherer<'_> {
         if self.config.learn.enabled {
             let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
             let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
-            app::learned(worker.endpoint, &caches, publishers).fill(&mut completed, &Given::default());
+            app::learned(worker.endpoint, &caches, publishers)
+                .fill(&mut completed, &Given::default());
         }
         let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
         (completed, learned)
@@ -216,12 +289,20 @@ impl Gatherer<'_> {
 
     fn adapters(&self, model: &ModelName) -> Vec<ModelName> {
         let found = self.config.models.iter().find(|known| known.name == *model);
-        found.map(|known| known.adapters.clone()).unwrap_or_default()
+        found
+            .map(|known| known.adapters.clone())
+            .unwrap_or_default()
     }
 
     /// After which model our names for images are called; none where there are no images, or where engines are asked.
     fn images_of(&self, model: &ModelName) -> Option<String> {
-        let media = self.config.models.iter().find(|known| known.name == *model)?.media.as_ref()?;
+        let media = self
+            .config
+            .models
+            .iter()
+            .find(|known| known.name == *model)?
+            .media
+            .as_ref()?;
         media.image.as_ref()?;
         let served = (!self.config.learn.enabled).then(|| model.to_string());
         media.model.clone().or(served)
@@ -230,11 +311,18 @@ impl Gatherer<'_> {
     /// Whether a setting asks how many KV blocks a worker has.
     fn blocks_wanted(&self) -> bool {
         let approximate = &self.config.approximate;
-        let by_blocks = approximate.policy == ApproximatePolicy::Lru && approximate.default_blocks.is_none();
+        let by_blocks =
+            approximate.policy == ApproximatePolicy::Lru && approximate.default_blocks.is_none();
         by_blocks || self.config.overload.decode_blocks.is_some()
     }
 
-    async fn rank(&self, engine: &EngineUrl, worker: &Worker, rank: DpRank, several: bool) -> RankFacts {
+    async fn rank(
+        &self,
+        engine: &EngineUrl,
+        worker: &Worker,
+        rank: DpRank,
+        several: bool,
+    ) -> RankFacts {
         let source = worker.event_source(rank).cloned();
         let (mut ear, mut attached) = (None, None);
         if let Some(source) = &source {
@@ -251,12 +339,25 @@ impl Gatherer<'_> {
         let last = heard.iter().map(|heard| heard.seq).max();
         let replay = match source.as_ref().and_then(|source| source.replay.as_deref()) {
             // From behind everything there is: only whether it answers is asked.
-            Some(endpoint) => {
-                Some(listen::replayed(endpoint, last.unwrap_or(u64::from(u32::MAX)), self.max_message()).await)
-            }
+            Some(endpoint) => Some(
+                listen::replayed(
+                    endpoint,
+                    last.unwrap_or(u64::from(u32::MAX)),
+                    self.max_message(),
+                )
+                .await,
+            ),
             None => None,
         };
-        RankFacts { rank, source, attached, heard, canary, replay, patience: self.patience }
+        RankFacts {
+            rank,
+            source,
+            attached,
+            heard,
+            canary,
+            replay,
+            patience: self.patience,
+        }
     }
 
     /// The largest message that a running warmroute receives.
@@ -271,8 +372,10 @@ impl Gatherer<'_> {
             (Attach::Connect, Ok(ear)) => (Some(ear), Attached::As(Attach::Connect)),
             (Attach::Connect, Err(why)) => (None, Attached::Refused(why)),
             (Attach::Bind, Err(why)) => {
-                let here =
-                    source.endpoint.replacen("//*:", "//127.0.0.1:", 1).replacen("//0.0.0.0:", "//127.0.0.1:", 1);
+                let here = source
+                    .endpoint
+                    .replacen("//*:", "//127.0.0.1:", 1)
+                    .replacen("//0.0.0.0:", "//127.0.0.1:", 1);
                 match Ear::open(&here, Attach::Connect, self.max_message()).await {
                     Ok(ear) => (Some(ear), Attached::Connectable(here)),
                     Err(_) => (None, Attached::Taken(why)),
@@ -309,7 +412,11 @@ impl Gatherer<'_> {
             if let Some(ear) = ear.as_deref_mut() {
                 heard.extend(hear(ear, SETTLES, |_| false).await);
             }
-            let first = match self.client.complete(engine, body.clone(), rank, self.patience).await {
+            let first = match self
+                .client
+                .complete(engine, body.clone(), rank, self.patience)
+                .await
+            {
                 Ok(usage) => usage,
                 Err(error) => return (Err(error), heard),
             };
@@ -321,22 +428,45 @@ impl Gatherer<'_> {
             let came = !news.is_empty();
             heard.extend(news);
             if came || turn == tries {
-                let second = self.client.complete(engine, body, rank, self.patience).await;
+                let second = self
+                    .client
+                    .complete(engine, body, rank, self.patience)
+                    .await;
                 let cached = second.as_ref().ok().and_then(|usage| usage.cached_tokens);
-                return (Ok(Canary { tokens, prompt_tokens: first.prompt_tokens, cached }), heard);
+                return (
+                    Ok(Canary {
+                        tokens,
+                        prompt_tokens: first.prompt_tokens,
+                        cached,
+                    }),
+                    heard,
+                );
             }
         }
         (Err(crate::engine_client::EngineError::Timeout), heard)
     }
 
     /// A prompt that nobody sent before, with its tokens as we have them, or else the engine.
-    async fn prompt(&self, engine: &EngineUrl, worker: &Worker) -> (bytes::Bytes, Option<Vec<u32>>) {
-        let words: Vec<&str> =
-            (0..worker.block_size.tokens() * BLOCKS + 8).map(|_| WORDS[rand::random_range(0..WORDS.len())]).collect();
-        let text = format!("A canary of warmroute, {:016x}: {}", rand::random::<u64>(), words.join(" "));
+    async fn prompt(
+        &self,
+        engine: &EngineUrl,
+        worker: &Worker,
+    ) -> (bytes::Bytes, Option<Vec<u32>>) {
+        let words: Vec<&str> = (0..worker.block_size.tokens() * BLOCKS + 8)
+            .map(|_| WORDS[rand::random_range(0..WORDS.len())])
+            .collect();
+        let text = format!(
+            "A canary of warmroute, {:016x}: {}",
+            rand::random::<u64>(),
+            words.join(" ")
+        );
         let model = worker.model.as_str();
-        let body = json!({"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}).to_string();
-        let encoder = self.models.get(&worker.model).and_then(|model| model.encoder.as_ref());
+        let body =
+            json!({"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}).to_string();
+        let encoder = self
+            .models
+            .get(&worker.model)
+            .and_then(|model| model.encoder.as_ref());
         let ours = encoder.and_then(|encoder| {
             let request = openai::parse(Api::Completions, body.as_bytes()).ok()?;
             encoder.encode(&request).ok()?.prompts.into_iter().next()
@@ -345,7 +475,10 @@ impl Gatherer<'_> {
             Some(tokens) => Some(tokens),
             None => {
                 let asked = json!({"model": model, "prompt": text}).to_string();
-                let told = self.client.tokenize(engine, asked.into(), self.client.deadline()).await;
+                let told = self
+                    .client
+                    .tokenize(engine, asked.into(), self.client.deadline())
+                    .await;
                 told.ok().map(|told| told.tokens)
             }
         };
@@ -373,46 +506,70 @@ async fn hear(ear: &mut Ear, within: Duration, wanted: impl Fn(&Heard) -> bool) 
 /// Whether a message stores blocks that begin like this prompt.
 fn begins(heard: &Heard, tokens: &[u32]) -> bool {
     use crate::kv_events::wire::Event;
-    let Ok(batch) = &heard.batch else { return false };
+    let Ok(batch) = &heard.batch else {
+        return false;
+    };
     batch.events.iter().any(|event| match event {
-        Event::Stored(stored) => !stored.tokens.ids.is_empty() && tokens.starts_with(&stored.tokens.ids),
+        Event::Stored(stored) => {
+            !stored.tokens.ids.is_empty() && tokens.starts_with(&stored.tokens.ids)
+        }
         _ => false,
     })
 }
 
 /// Envoy's page.
-pub(super) async fn config_dump(url: &str, ca_file: Option<&Path>, patience: Duration) -> Result<String, String> {
+pub(super) async fn config_dump(
+    url: &str,
+    ca_file: Option<&Path>,
+    patience: Duration,
+) -> Result<String, String> {
     let url = format!("{}/config_dump?include_eds", url.trim_end_matches('/'));
-    let client = super::super::pages::client(&url, ca_file).map_err(|error| format!("{error:#}"))?;
-    let client = client.timeout(patience).build().map_err(|error| error.to_string())?;
-    let answer = client.get(&url).send().await.map_err(|error| format!("{url}: {}", causes(&error)))?;
+    let client =
+        super::super::pages::client(&url, ca_file).map_err(|error| format!("{error:#}"))?;
+    let client = client
+        .timeout(patience)
+        .build()
+        .map_err(|error| error.to_string())?;
+    let answer = client
+        .get(&url)
+        .send()
+        .await
+        .map_err(|error| format!("{url}: {}", causes(&error)))?;
     let status = answer.status();
     if !status.is_success() {
         return Err(format!("{url} answers {status}"));
     }
-    answer.text().await.map_err(|error| format!("{url}: {}", causes(&error)))
+    answer
+        .text()
+        .await
+        .map_err(|error| format!("{url}: {}", causes(&error)))
 }
 
 /// An error with what is behind it: the outermost says little.
 fn causes(error: &dyn std::error::Error) -> String {
     let next = std::iter::successors(error.source(), |cause| cause.source());
-    std::iter::once(error.to_string()).chain(next.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+    std::iter::once(error.to_string())
+        .chain(next.map(ToString::to_string))
+        .collect::<Vec<_>>()
+        .join(": ")
 }
 
 /// Where we are to listen, and whether somebody does.
 pub(super) async fn listening(config: &Config, patience: Duration) -> Vec<(String, Option<bool>)> {
     let mut places = Vec::new();
     if let Some(path) = &config.listen.unix {
-        let listens =
-            tokio::time::timeout(patience, UnixStream::connect(path)).await.is_ok_and(|socket| socket.is_ok());
+        let listens = tokio::time::timeout(patience, UnixStream::connect(path))
+            .await
+            .is_ok_and(|socket| socket.is_ok());
         places.push((path.display().to_string(), Some(listens)));
     }
     if let Some(mut address) = config.listen.tcp {
         if address.ip().is_unspecified() {
             address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
         }
-        let listens =
-            tokio::time::timeout(patience, TcpStream::connect(address)).await.is_ok_and(|socket| socket.is_ok());
+        let listens = tokio::time::timeout(patience, TcpStream::connect(address))
+            .await
+            .is_ok_and(|socket| socket.is_ok());
         places.push((address.to_string(), Some(listens)));
     }
     places
@@ -439,22 +596,48 @@ mod tests {
         let client = EngineClient::new(&config.engines).unwrap();
         let patience = Duration::from_secs(5);
         let progress = DoctorProgress::default();
-        let gatherer =
-            Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: false, progress };
+        let gatherer = Gatherer {
+            config: &config,
+            client,
+            models: HashMap::new(),
+            patience,
+            canaries: false,
+            progress,
+        };
         let mut engine = PubSocket::new();
         let endpoint = engine.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
         let publishing = tokio::spawn(async move {
-            let frames = [Bytes::from_static(b"kv"), Bytes::from_static(&[0; 8]), vec![0; 2 << 20].into()];
+            let frames = [
+                Bytes::from_static(b"kv"),
+                Bytes::from_static(&[0; 8]),
+                vec![0; 2 << 20].into(),
+            ];
             loop {
-                engine.send(frames.to_vec().try_into().unwrap()).await.unwrap();
+                engine
+                    .send(frames.to_vec().try_into().unwrap())
+                    .await
+                    .unwrap();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         });
-        let worker = Worker::new(WorkerId(1), "127.0.0.1:1".parse().unwrap(), "m".into(), BlockSize::new(16).unwrap());
-        let source = EventSource { endpoint, topic: String::new(), attach: Attach::Connect, replay: None };
+        let worker = Worker::new(
+            WorkerId(1),
+            "127.0.0.1:1".parse().unwrap(),
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        );
+        let source = EventSource {
+            endpoint,
+            topic: String::new(),
+            attach: Attach::Connect,
+            replay: None,
+        };
         let (ear, attached) = gatherer.attach(&worker, &source).await;
         assert!(matches!(attached, Attached::As(Attach::Connect)));
-        let heard = tokio::time::timeout(Duration::from_secs(30), ear.unwrap().next()).await.unwrap().unwrap();
+        let heard = tokio::time::timeout(Duration::from_secs(30), ear.unwrap().next())
+            .await
+            .unwrap()
+            .unwrap();
         publishing.abort();
         heard
     }
@@ -469,8 +652,13 @@ mod tests {
                 tokio::spawn(async move {
                     let mut request = vec![0; 65_536];
                     let length = socket.read(&mut request).await.unwrap_or(0);
-                    let length_of_body = if request[..length].starts_with(b"GET /health ") { 0 } else { 1000 };
-                    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length_of_body}\r\n\r\n");
+                    let length_of_body = if request[..length].starts_with(b"GET /health ") {
+                        0
+                    } else {
+                        1000
+                    };
+                    let head =
+                        format!("HTTP/1.1 200 OK\r\ncontent-length: {length_of_body}\r\n\r\n");
                     _ = socket.write_all(head.as_bytes()).await;
                     std::future::pending::<()>().await;
                 });
@@ -486,26 +674,57 @@ mod tests {
             "workers": [{"id": 1, "endpoint": stalling_engine().await.to_string()}],
             "engines": {"deadline": "100ms"},
         });
-        let config = Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes()).unwrap();
-        let crate::config::WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
+        let config =
+            Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes()).unwrap();
+        let crate::config::WorkerSource::Fixed(workers) = config.worker_source() else {
+            panic!("another source")
+        };
         let client = EngineClient::new(&config.engines).unwrap();
         let (patience, progress) = (Duration::from_secs(60), DoctorProgress::default());
-        let gatherer = Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: true, progress };
+        let gatherer = Gatherer {
+            config: &config,
+            client,
+            models: HashMap::new(),
+            patience,
+            canaries: true,
+            progress,
+        };
         let deadline = Duration::from_secs(3);
         let facts = gatherer.worker_within(&workers[0], deadline).await;
-        assert_eq!(facts.overdue, Some(OverdueStep { name: "rank 0: KV events and canary".to_owned(), deadline }));
+        assert_eq!(
+            facts.overdue,
+            Some(OverdueStep {
+                name: "rank 0: KV events and canary".to_owned(),
+                deadline
+            })
+        );
         assert!(facts.health.is_ok(), "{:?}", facts.health);
         let found = crate::cmd::doctor::engine::examine(&facts);
-        let overdue = found.iter().find(|one| one.check == "engine.deadline").unwrap();
-        assert!(overdue.seen.starts_with("not complete within 3s: rank 0: KV events and canary"), "{}", overdue.seen);
+        let overdue = found
+            .iter()
+            .find(|one| one.check == "engine.deadline")
+            .unwrap();
+        assert!(
+            overdue
+                .seen
+                .starts_with("not complete within 3s: rank 0: KV events and canary"),
+            "{}",
+            overdue.seen
+        );
     }
 
     #[tokio::test]
     async fn event_messages_have_the_configured_limit() {
         let limited = received(Size::mib(1)).await;
-        assert_eq!(limited.batch, Err("a message exceeds the message limit".to_owned()));
+        assert_eq!(
+            limited.batch,
+            Err("a message exceeds the message limit".to_owned())
+        );
         let whole = received(Size::mib(3)).await;
-        assert_ne!(whole.batch, limited.batch, "it is received, although it is not a batch");
+        assert_ne!(
+            whole.batch, limited.batch,
+            "it is received, although it is not a batch"
+        );
         assert_eq!(whole.topic, "kv");
     }
 }

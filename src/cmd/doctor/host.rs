@@ -26,11 +26,21 @@ pub fn configuration(file: &str, config: &Config, workers: &[Worker]) -> Finding
             },
         );
     }
-    at.ok(format!("{} models, {} workers", config.models.len(), workers.len()))
+    at.ok(format!(
+        "{} models, {} workers",
+        config.models.len(),
+        workers.len()
+    ))
 }
 
 /// What may be said and is hardly meant.
-pub fn advice(Advice { subject, seen, mend }: Advice) -> Finding {
+pub fn advice(
+    Advice {
+        subject,
+        seen,
+        mend,
+    }: Advice,
+) -> Finding {
     At::new("config.prefill", subject).warning(seen, mend)
 }
 
@@ -71,9 +81,14 @@ pub fn files(config: &Config, workers: &[Worker], limit: Option<u64>) -> Finding
     let at = At::new("host.files", "this shell");
     let listeners = [config.listen.tcp.is_some(), config.listen.unix.is_some()];
     let listeners = listeners.into_iter().filter(|there| *there).count() as u64;
-    let ranks: u64 = workers.iter().map(|worker| u64::from(worker.ranks.size.get())).sum();
+    let ranks: u64 = workers
+        .iter()
+        .map(|worker| u64::from(worker.ranks.size.get()))
+        .sum();
     let needed = u64::from(config.limits.connections) * listeners + OF_RANK * ranks + OTHERS;
-    let Some(limit) = limit else { return at.ok(format!("any number of open files; {needed} may be needed")) };
+    let Some(limit) = limit else {
+        return at.ok(format!("any number of open files; {needed} may be needed"));
+    };
     let seen = format!(
         "{limit} open files; {needed} may be needed for limits.connections: {} and {ranks} worker ranks",
         config.limits.connections
@@ -81,7 +96,8 @@ pub fn files(config: &Config, workers: &[Worker], limit: Option<u64>) -> Finding
     if limit >= needed {
         return at.ok(seen);
     }
-    let fits = limit.saturating_sub(needed - u64::from(config.limits.connections) * listeners) / listeners.max(1);
+    let fits = limit.saturating_sub(needed - u64::from(config.limits.connections) * listeners)
+        / listeners.max(1);
     at.warning(
         format!("{seen}; beyond that nobody can connect, and no events come"),
         format!(
@@ -95,8 +111,13 @@ pub fn files(config: &Config, workers: &[Worker], limit: Option<u64>) -> Finding
 /// Whether somebody listens where Envoy is sent; `None` where it could not be tried.
 pub fn listening(places: &[(String, Option<bool>)]) -> Finding {
     let names = |wanted: bool| {
-        let found = places.iter().filter(|(_, listens)| *listens == Some(wanted));
-        found.map(|(place, _)| place.as_str()).collect::<Vec<_>>().join(" and ")
+        let found = places
+            .iter()
+            .filter(|(_, listens)| *listens == Some(wanted));
+        found
+            .map(|(place, _)| place.as_str())
+            .collect::<Vec<_>>()
+            .join(" and ")
     };
     let at = At::new("warmroute.listens", "warmroute");
     let silent = names(false);

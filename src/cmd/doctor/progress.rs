@@ -27,7 +27,10 @@ pub(super) struct OpenPart {
 impl DoctorProgress {
     /// Opens a part.
     pub(super) fn open(&self, name: String, step: &str) -> OpenPart {
-        let part = OpenPart { name, progress: self.clone() };
+        let part = OpenPart {
+            name,
+            progress: self.clone(),
+        };
         part.step(step);
         part
     }
@@ -46,19 +49,31 @@ impl DoctorProgress {
     fn listing(&self) -> String {
         let open = self.open.lock();
         let parts = open.iter().map(|(name, step)| format!("{name} ({step})"));
-        if open.is_empty() { "the configuration".to_owned() } else { parts.collect::<Vec<_>>().join(", ") }
+        if open.is_empty() {
+            "the configuration".to_owned()
+        } else {
+            parts.collect::<Vec<_>>().join(", ")
+        }
     }
 }
 
 impl OpenPart {
     /// Sets the current step.
     pub(super) fn step(&self, step: impl Into<String>) {
-        self.progress.open.lock().insert(self.name.clone(), step.into());
+        self.progress
+            .open
+            .lock()
+            .insert(self.name.clone(), step.into());
     }
 
     /// The current step.
     pub(super) fn current(&self) -> String {
-        self.progress.open.lock().get(&self.name).cloned().unwrap_or_default()
+        self.progress
+            .open
+            .lock()
+            .get(&self.name)
+            .cloned()
+            .unwrap_or_default()
     }
 }
 

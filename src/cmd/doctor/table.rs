@@ -12,12 +12,27 @@ pub fn render(findings: &[Finding]) -> String {
     let mut rows: Vec<&Finding> = findings.iter().collect();
     // Of one level they stay as they were looked at.
     rows.sort_by_key(|finding| finding.level);
-    let width = |column: fn(&Finding) -> &str| rows.iter().map(|row| column(row).chars().count()).max().unwrap_or(0);
+    let width = |column: fn(&Finding) -> &str| {
+        rows.iter()
+            .map(|row| column(row).chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let (check, subject) = (width(|row| row.check), width(|row| &row.subject));
     let mut text = String::new();
     for row in rows {
-        let Finding { level, check: name, subject: of, seen, mend } = row;
-        _ = writeln!(text, "{:<7}{GAP}{name:<check$}{GAP}{of:<subject$}{GAP}{seen}", level.as_str());
+        let Finding {
+            level,
+            check: name,
+            subject: of,
+            seen,
+            mend,
+        } = row;
+        _ = writeln!(
+            text,
+            "{:<7}{GAP}{name:<check$}{GAP}{of:<subject$}{GAP}{seen}",
+            level.as_str()
+        );
         if let Some(mend) = mend {
             _ = writeln!(text, "{:<7}{GAP}mend: {mend}", "");
         }
@@ -28,16 +43,28 @@ pub fn render(findings: &[Finding]) -> String {
 
 /// How many of each level, in a sentence.
 fn sum(findings: &[Finding]) -> String {
-    let count = |level: Level| findings.iter().filter(|finding| finding.level == level).count();
-    let several = |count: usize, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+    let count = |level: Level| {
+        findings
+            .iter()
+            .filter(|finding| finding.level == level)
+            .count()
+    };
+    let several =
+        |count: usize, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
     let counts = [
         (Level::Error, several(count(Level::Error), "error")),
         (Level::Warning, several(count(Level::Warning), "warning")),
         (Level::Note, several(count(Level::Note), "note")),
-        (Level::Skipped, format!("{} not looked at", count(Level::Skipped))),
+        (
+            Level::Skipped,
+            format!("{} not looked at", count(Level::Skipped)),
+        ),
         (Level::Ok, format!("{} ok", count(Level::Ok))),
     ];
-    let said = counts.into_iter().filter(|(level, _)| count(*level) > 0).map(|(_, text)| text);
+    let said = counts
+        .into_iter()
+        .filter(|(level, _)| count(*level) > 0)
+        .map(|(_, text)| text);
     said.collect::<Vec<_>>().join(", ")
 }
 

@@ -29,8 +29,10 @@ pub async fn watch(
 ) -> anyhow::Result<Infallible> {
     let resolvers = Resolvers::new(&names)?;
     let mut answers = Answers::default();
-    let mut standings: Vec<Standing> =
-        names.iter().map(|name| Standing::new(format!("dns {}", name.name), &metrics)).collect();
+    let mut standings: Vec<Standing> = names
+        .iter()
+        .map(|name| Standing::new(format!("dns {}", name.name), &metrics))
+        .collect();
     let mut dues = vec![Instant::now(); names.len()];
     let mut found = Found::new("dns", models);
     loop {
@@ -47,7 +49,10 @@ pub async fn watch(
         }
         answers.keep(&names);
         if answers.has_any() {
-            found.take(answers.workers(&names)).into_iter().for_each(&mut on_fleet);
+            found
+                .take(answers.workers(&names))
+                .into_iter()
+                .for_each(&mut on_fleet);
         }
         tokio::time::sleep_until(dues.iter().min().copied().unwrap_or(now)).await;
     }
@@ -58,7 +63,10 @@ pub async fn look(names: &[DnsConfig], models: &[ServedModel]) -> anyhow::Result
     let resolvers = Resolvers::new(names)?;
     let mut answers = Answers::default();
     for name in names {
-        resolvers.ask_all(name, &mut answers).await.map_err(anyhow::Error::msg)?;
+        resolvers
+            .ask_all(name, &mut answers)
+            .await
+            .map_err(anyhow::Error::msg)?;
     }
     Ok(resolve_each(answers.workers(names), models).0)
 }
@@ -68,19 +76,26 @@ struct Resolvers(HashMap<Option<SocketAddr>, TokioResolver>);
 
 impl Resolvers {
     fn new(names: &[DnsConfig]) -> anyhow::Result<Self> {
-        let made = names.iter().map(|name| Ok((name.resolver, resolver(name.resolver)?)));
+        let made = names
+            .iter()
+            .map(|name| Ok((name.resolver, resolver(name.resolver)?)));
         Ok(Self(made.collect::<anyhow::Result<_>>()?))
     }
 
     /// Asks all that follows from a name. Answers are kept one by one; the first failure is told.
     async fn ask_all(&self, name: &DnsConfig, answers: &mut Answers) -> Result<(), String> {
-        let Some(resolver) = self.0.get(&name.resolver) else { return Ok(()) };
+        let Some(resolver) = self.0.get(&name.resolver) else {
+            return Ok(());
+        };
         let mut failed = None;
         let mut asked: Vec<Question> = Vec::new();
         loop {
             // The answer to one question may be the next.
-            let questions: Vec<_> =
-                answers.questions(name).into_iter().filter(|question| !asked.contains(question)).collect();
+            let questions: Vec<_> = answers
+                .questions(name)
+                .into_iter()
+                .filter(|question| !asked.contains(question))
+                .collect();
             if questions.is_empty() {
                 return failed.map_or(Ok(()), Err);
             }
@@ -101,7 +116,10 @@ fn resolver(at: Option<SocketAddr>) -> anyhow::Result<TokioResolver> {
         None => TokioResolver::builder_tokio()?,
         Some(address) => {
             let mut server = NameServerConfig::udp_and_tcp(address.ip());
-            server.connections.iter_mut().for_each(|connection| connection.port = address.port());
+            server
+                .connections
+                .iter_mut()
+                .for_each(|connection| connection.port = address.port());
             let config = ResolverConfig::from_name_servers(vec![server]);
             TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
         }
@@ -119,16 +137,24 @@ async fn ask(resolver: &TokioResolver, question: &Question) -> Result<Answer, Ne
     };
     if let Ok(address) = name.parse::<IpAddr>() {
         let is_of_kind = address.is_ipv4() == (kind == RecordType::A);
-        return Ok(Answer::Addresses(is_of_kind.then_some(address).into_iter().collect()));
+        return Ok(Answer::Addresses(
+            is_of_kind.then_some(address).into_iter().collect(),
+        ));
     }
     let records: Vec<RData> = match resolver.lookup(name.as_str(), kind).await {
-        Ok(lookup) => lookup.answers().iter().map(|record| record.data.clone()).collect(),
+        Ok(lookup) => lookup
+            .answers()
+            .iter()
+            .map(|record| record.data.clone())
+            .collect(),
         Err(error) if error.is_no_records_found() => Vec::new(),
         Err(error) => return Err(error),
     };
     Ok(match question {
         Question::Service(_) => Answer::Targets(records.iter().filter_map(target).collect()),
-        Question::V4(_) | Question::V6(_) => Answer::Addresses(records.iter().filter_map(address).collect()),
+        Question::V4(_) | Question::V6(_) => {
+            Answer::Addresses(records.iter().filter_map(address).collect())
+        }
     })
 }
 
@@ -141,7 +167,9 @@ fn address(record: &RData) -> Option<IpAddr> {
 }
 
 fn target(record: &RData) -> Option<(String, NonZeroU16)> {
-    let RData::SRV(service) = record else { return None };
+    let RData::SRV(service) = record else {
+        return None;
+    };
     // A service that is decidedly not there has the root for a target.
     let port = NonZeroU16::new(service.port).filter(|_| !service.target.is_root())?;
     Some((service.target.to_string(), port))

@@ -52,28 +52,40 @@ impl DnsConfig {
     /// A worker as it would be found, at an address that is nobody's.
     pub fn sample(&self) -> WorkerConfig {
         let port = self.port.map_or(80, NonZeroU16::get);
-        self.worker.worker(WorkerId(0), (Ipv4Addr::new(192, 0, 2, 1), port).into(), None)
+        self.worker.worker(
+            WorkerId(0),
+            (Ipv4Addr::new(192, 0, 2, 1), port).into(),
+            None,
+        )
     }
 
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.name.is_empty() {
-            problems.push(Problem::of("name", "the name is empty; write that of the workers' service"));
+            problems.push(Problem::of(
+                "name",
+                "the name is empty; write that of the workers' service",
+            ));
         }
         match (self.record, self.port) {
             (DnsRecord::Address, None) => {
-                let text =
-                    "addresses tell no port; give the workers' `port`, or ask for SRV records with `record: srv`";
+                let text = "addresses tell no port; give the workers' `port`, or ask for SRV records with `record: srv`";
                 problems.push(Problem::of("name", text));
             }
             (DnsRecord::Srv, Some(_)) => {
-                problems.push(Problem::of("port", "SRV records tell the port; leave it out"));
+                problems.push(Problem::of(
+                    "port",
+                    "SRV records tell the port; leave it out",
+                ));
             }
             _ => {}
         }
         if self.every.get().is_zero() {
-            problems.push(Problem::of("every", "asking every 0s would never rest; the default is 5s"));
+            problems.push(Problem::of(
+                "every",
+                "asking every 0s would never rest; the default is 5s",
+            ));
         }
         problems
     }

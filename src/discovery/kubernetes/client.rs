@@ -118,7 +118,12 @@ impl ApiClient {
 
     pub(super) fn with_deadline(config: &KubernetesConfig, deadline: Duration) -> Self {
         let (source, silence) = (CredentialSource::from(config), config.silence.get());
-        Self(Arc::new(SharedClient { source, silence, deadline, current: Mutex::default() }))
+        Self(Arc::new(SharedClient {
+            source,
+            silence,
+            deadline,
+            current: Mutex::default(),
+        }))
     }
 
     /// The longest time that a request, or an open watch, stays without a byte.
@@ -144,7 +149,10 @@ impl ApiClient {
         match (connected, &mut *current) {
             (Ok(connection), known) => {
                 if known.as_ref().is_some_and(|known| !known.is_suspect) {
-                    info!(address = connection.address, "Kubernetes credentials reloaded");
+                    info!(
+                        address = connection.address,
+                        "Kubernetes credentials reloaded"
+                    );
                 }
                 let connection = Arc::new(connection);
                 *known = Some(CurrentConnection {
@@ -157,7 +165,10 @@ impl ApiClient {
             }
             (Err(reason), Some(known)) => {
                 if known.problem.as_ref() != Some(&reason) {
-                    warn!(reason, "Kubernetes credentials not reloaded; those in use are kept");
+                    warn!(
+                        reason,
+                        "Kubernetes credentials not reloaded; those in use are kept"
+                    );
                     known.problem = Some(reason);
                 }
                 Ok(known.connection.clone())
@@ -175,7 +186,10 @@ impl ApiClient {
     }
 
     /// All objects, page by page.
-    pub(super) async fn list<K: DeserializeOwned>(&self, query: &ObjectQuery) -> Result<ObjectList<K>, RequestError> {
+    pub(super) async fn list<K: DeserializeOwned>(
+        &self,
+        query: &ObjectQuery,
+    ) -> Result<ObjectList<K>, RequestError> {
         let mut parameters = ListParams {
             label_selector: query.labels.clone(),
             field_selector: query.fields.clone(),
@@ -187,18 +201,25 @@ impl ApiClient {
             let page = match self.list_page(query, &parameters, &mut objects).await {
                 Ok(page) => page,
                 // The history that the pages refer to was compacted: one page has all objects.
-                Err(error) if error.code() == Some(EXPIRED) && parameters.continue_token.take().is_some() => {
+                Err(error)
+                    if error.code() == Some(EXPIRED)
+                        && parameters.continue_token.take().is_some() =>
+                {
                     parameters.limit = None;
                     objects.clear();
                     continue;
                 }
                 Err(error) => return Err(error),
             };
-            match (page.next.filter(|next| !next.is_empty()), page.resource_version) {
+            match (
+                page.next.filter(|next| !next.is_empty()),
+                page.resource_version,
+            ) {
                 (Some(next), _) => parameters.continue_token = Some(next),
                 (None, Some(version)) => return Ok(ObjectList { objects, version }),
                 (None, None) => {
-                    let failure = RequestFailure::Malformed("the list has no resourceVersion".to_owned());
+                    let failure =
+                        RequestFailure::Malformed("the list has no resourceVersion".to_owned());
                     return Err(self.error(query, ApiVerb::List, failure).await);
                 }
             }
@@ -208,7 +229,9 @@ impl ApiClient {
     /// Whether the objects can be listed; none of them is read.
     pub(super) async fn try_list(&self, query: &ObjectQuery) -> Result<(), RequestError> {
         let parameters = ListParams::default().limit(1);
-        self.list_page::<serde::de::IgnoredAny>(query, &parameters, &mut Vec::new()).await.map(drop)
+        self.list_page::<serde::de::IgnoredAny>(query, &parameters, &mut Vec::new())
+            .await
+            .map(drop)
     }
 
     async fn list_page<K: DeserializeOwned>(
@@ -231,7 +254,11 @@ impl ApiClient {
     }
 
     /// Opens a watch.
-    pub(super) async fn watch(&self, query: &ObjectQuery, version: &str) -> Result<ObjectWatch, RequestError> {
+    pub(super) async fn watch(
+        &self,
+        query: &ObjectQuery,
+        version: &str,
+    ) -> Result<ObjectWatch, RequestError> {
         let seconds = self.0.silence.as_secs().clamp(1, MAX_WATCH_SECONDS);
         let parameters = WatchParams {
             label_selector: query.labels.clone(),
@@ -240,22 +267,44 @@ impl ApiClient {
             bookmarks: true,
             send_initial_events: false,
         };
-        let answer = self.send(query, ApiRequest::Watch(&parameters, version)).await?;
-        Ok(ObjectWatch { body: answer.body, opened: Instant::now(), received: Vec::new(), searched: 0 })
+        let answer = self
+            .send(query, ApiRequest::Watch(&parameters, version))
+            .await?;
+        Ok(ObjectWatch {
+            body: answer.body,
+            opened: Instant::now(),
+            received: Vec::new(),
+            searched: 0,
+        })
     }
 
-    async fn send(&self, query: &ObjectQuery, request: ApiRequest<'_>) -> Result<OpenBody, RequestError> {
+    async fn send(
+        &self,
+        query: &ObjectQuery,
+        request: ApiRequest<'_>,
+    ) -> Result<OpenBody, RequestError> {
         let sent = Instant::now();
         let deadline = sent + self.deadline();
         let answer = timeout_at(deadline, self.answer(query, request)).await;
         match answer.unwrap_or(Err(RequestFailure::Timeout(self.deadline()))) {
-            Ok(body) => Ok(OpenBody { body, sent, deadline }),
+            Ok(body) => Ok(OpenBody {
+                body,
+                sent,
+                deadline,
+            }),
             Err(failure) => Err(self.fail(query, request.verb(), failure, sent).await),
         }
     }
 
-    async fn answer(&self, query: &ObjectQuery, request: ApiRequest<'_>) -> Result<Body, RequestFailure> {
-        let connection = self.connection().await.map_err(RequestFailure::Credentials)?;
+    async fn answer(
+        &self,
+        query: &ObjectQuery,
+        request: ApiRequest<'_>,
+    ) -> Result<Body, RequestFailure> {
+        let connection = self
+            .connection()
+            .await
+            .map_err(RequestFailure::Credentials)?;
         let namespace = query.namespace.as_ref().unwrap_or(&connection.namespace);
         let url = Request::new(DynamicObject::url_path(&query.resource, Some(namespace)));
         let request = match request {
@@ -266,17 +315,31 @@ impl ApiClient {
         Self::exchange(&connection, request.map(Body::from)).await
     }
 
-    async fn exchange(connection: &ApiConnection, request: http::Request<Body>) -> Result<Body, RequestFailure> {
+    async fn exchange(
+        connection: &ApiConnection,
+        request: http::Request<Body>,
+    ) -> Result<Body, RequestFailure> {
         let sent = connection.client.send(request).await;
         let response = sent.map_err(|error| RequestFailure::Transport(describe(&error)))?;
         let code = response.status().as_u16();
         if response.status().is_success() {
             return Ok(response.into_body());
         }
-        let retry_after = response.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse().ok());
-        let text = response.into_body().collect_bytes().await.unwrap_or_default();
+        let retry_after = response
+            .headers()
+            .get("retry-after")
+            .and_then(|value| value.to_str().ok()?.parse().ok());
+        let text = response
+            .into_body()
+            .collect_bytes()
+            .await
+            .unwrap_or_default();
         let retry_after = retry_after.map(Duration::from_secs);
-        Err(RequestFailure::Status { code, message: message(&text), retry_after })
+        Err(RequestFailure::Status {
+            code,
+            message: message(&text),
+            retry_after,
+        })
     }
 
     /// Whether the credentials allow a request, as the API server says.
@@ -292,18 +355,30 @@ impl ApiClient {
         let review = async {
             let connection = self.connection().await?;
             let namespace = access.namespace.unwrap_or(&connection.namespace);
-            let ResourceAccess { verb, group, resource, name, .. } = access;
-            let attributes =
-                json!({"namespace": namespace, "verb": verb, "group": group, "resource": resource, "name": name});
+            let ResourceAccess {
+                verb,
+                group,
+                resource,
+                name,
+                ..
+            } = access;
+            let attributes = json!({"namespace": namespace, "verb": verb, "group": group, "resource": resource, "name": name});
             let body = json!({
                 "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
                 "spec": {"resourceAttributes": attributes},
             });
-            let request = Request::new(ACCESS_REVIEWS).create(&PostParams::default(), body.to_string().into_bytes());
+            let request = Request::new(ACCESS_REVIEWS)
+                .create(&PostParams::default(), body.to_string().into_bytes());
             let request = request.map_err(|error| describe(&error))?;
-            let body = Self::exchange(&connection, request.map(Body::from)).await.map_err(|error| error.to_string())?;
-            let bytes = body.collect_bytes().await.map_err(|error| describe(&error))?;
-            let review: Review = serde_json::from_slice(&bytes).map_err(|error| describe(&error))?;
+            let body = Self::exchange(&connection, request.map(Body::from))
+                .await
+                .map_err(|error| error.to_string())?;
+            let bytes = body
+                .collect_bytes()
+                .await
+                .map_err(|error| describe(&error))?;
+            let review: Review =
+                serde_json::from_slice(&bytes).map_err(|error| describe(&error))?;
             Ok(review.status.allowed)
         };
         let deadline = self.deadline();
@@ -311,7 +386,13 @@ impl ApiClient {
         answer.unwrap_or_else(|_| Err(RequestFailure::Timeout(deadline).to_string()))
     }
 
-    async fn fail(&self, query: &ObjectQuery, verb: ApiVerb, failure: RequestFailure, sent: Instant) -> RequestError {
+    async fn fail(
+        &self,
+        query: &ObjectQuery,
+        verb: ApiVerb,
+        failure: RequestFailure,
+        sent: Instant,
+    ) -> RequestError {
         let is_timeout = matches!(failure, RequestFailure::Timeout(_));
         let error = self.error(query, verb, failure).await;
         if is_timeout {
@@ -322,25 +403,47 @@ impl ApiClient {
 
     /// The error of a watch that stayed silent.
     pub(super) async fn silent_watch(&self, query: &ObjectQuery, opened: Instant) -> RequestError {
-        self.fail(query, ApiVerb::Watch, RequestFailure::Timeout(self.deadline()), opened).await
+        self.fail(
+            query,
+            ApiVerb::Watch,
+            RequestFailure::Timeout(self.deadline()),
+            opened,
+        )
+        .await
     }
 
-    pub(super) async fn error(&self, query: &ObjectQuery, verb: ApiVerb, failure: RequestFailure) -> RequestError {
+    pub(super) async fn error(
+        &self,
+        query: &ObjectQuery,
+        verb: ApiVerb,
+        failure: RequestFailure,
+    ) -> RequestError {
         let current = self.0.current.lock().await;
         let connection = current.as_ref().map(|current| &current.connection);
         let file = |file: Option<&PathBuf>, before: &str| {
-            file.map(|path| format!("{before}{}", path.display())).unwrap_or_default()
+            file.map(|path| format!("{before}{}", path.display()))
+                .unwrap_or_default()
         };
         let files = connection.map(|connection| &connection.files);
-        let namespace = query.namespace.clone().or_else(|| Some(connection?.namespace.clone()));
-        let ApiResource { group, version, kind, .. } = &query.resource;
+        let namespace = query
+            .namespace
+            .clone()
+            .or_else(|| Some(connection?.namespace.clone()));
+        let ApiResource {
+            group,
+            version,
+            kind,
+            ..
+        } = &query.resource;
         let slash = if group.is_empty() { "" } else { "/" };
         RequestError {
             verb,
             resource: query.resource_name(),
             kind: format!("{kind} of {group}{slash}{version}"),
             namespace: namespace.unwrap_or_default(),
-            address: connection.map(|connection| connection.address.clone()).unwrap_or_default(),
+            address: connection
+                .map(|connection| connection.address.clone())
+                .unwrap_or_default(),
             token_file: file(files.and_then(|files| files.token.as_ref()), " of "),
             authority_file: file(
                 files.and_then(|files| files.authority.as_ref()),
@@ -378,15 +481,26 @@ fn parse_page<K: DeserializeOwned>(
     bytes: &[u8],
     objects: &mut Vec<ReceivedObject<K>>,
 ) -> Result<RawListMetadata, String> {
-    let page: RawList<'_> = serde_json::from_slice(bytes).map_err(|error| format!("no list of objects: {error}"))?;
-    objects.extend(page.items.unwrap_or_default().into_iter().map(|item| ReceivedObject::parse(item.get())));
+    let page: RawList<'_> =
+        serde_json::from_slice(bytes).map_err(|error| format!("no list of objects: {error}"))?;
+    objects.extend(
+        page.items
+            .unwrap_or_default()
+            .into_iter()
+            .map(|item| ReceivedObject::parse(item.get())),
+    );
     Ok(page.metadata)
 }
 
 /// An event of a watch.
 pub(super) enum WatchEvent<K> {
-    Changed { change: ObjectChange<K>, version: Option<String> },
-    Bookmark { version: Option<String> },
+    Changed {
+        change: ObjectChange<K>,
+        version: Option<String>,
+    },
+    Bookmark {
+        version: Option<String>,
+    },
     Failed(RequestFailure),
 }
 
@@ -410,21 +524,36 @@ impl<K: DeserializeOwned> WatchEvent<K> {
     fn parse(line: &[u8]) -> Self {
         match serde_json::from_slice::<RawEvent<'_>>(line) {
             Ok(event) => Self::from_raw(&event),
-            Err(error) => Self::Failed(RequestFailure::Malformed(format!("no event of a watch: {error}"))),
+            Err(error) => Self::Failed(RequestFailure::Malformed(format!(
+                "no event of a watch: {error}"
+            ))),
         }
     }
 
     fn from_raw(event: &RawEvent<'_>) -> Self {
         if event.kind == "ERROR" {
             let RawStatus { code, message } =
-                serde_json::from_str(event.object.get()).unwrap_or(RawStatus { code: 0, message: String::new() });
-            return Self::Failed(RequestFailure::Status { code, message, retry_after: None });
+                serde_json::from_str(event.object.get()).unwrap_or(RawStatus {
+                    code: 0,
+                    message: String::new(),
+                });
+            return Self::Failed(RequestFailure::Status {
+                code,
+                message,
+                retry_after: None,
+            });
         }
         let object = ReceivedObject::parse(event.object.get());
         let version = object.resource_version.clone();
         match event.kind.as_str() {
-            "ADDED" | "MODIFIED" => Self::Changed { change: ObjectChange::Applied(object), version },
-            "DELETED" => Self::Changed { change: ObjectChange::Deleted(object.uid), version },
+            "ADDED" | "MODIFIED" => Self::Changed {
+                change: ObjectChange::Applied(object),
+                version,
+            },
+            "DELETED" => Self::Changed {
+                change: ObjectChange::Deleted(object.uid),
+                version,
+            },
             _ => Self::Bookmark { version },
         }
     }
@@ -449,7 +578,9 @@ impl ObjectWatch {
                 return Some(WatchEvent::parse(&line));
             }
             self.searched = self.received.len();
-            let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await?.ok()?;
+            let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context))
+                .await?
+                .ok()?;
             if let Ok(data) = frame.into_data() {
                 self.received.extend_from_slice(&data);
             }

@@ -110,7 +110,11 @@ impl Default for LabelsConfig {
 
 /// Labels as the API server takes them.
 pub(super) fn label_selector(labels: &BTreeMap<String, String>) -> String {
-    labels.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+    labels
+        .iter()
+        .map(|(name, value)| format!("{name}={value}"))
+        .collect::<Vec<_>>()
+        .join(",")
 }
 
 impl PodsConfig {
@@ -118,14 +122,21 @@ impl PodsConfig {
     pub fn sample(&self) -> WorkerConfig {
         let port = self.ports.first().map_or(80, |port| port.get());
         let rank = (self.ports.len() > 1).then_some(0);
-        let mut worker = self.worker.worker(WorkerId(0), (Ipv4Addr::new(192, 0, 2, 1), port).into(), rank);
+        let mut worker = self.worker.worker(
+            WorkerId(0),
+            (Ipv4Addr::new(192, 0, 2, 1), port).into(),
+            rank,
+        );
         worker.taints.insert(pool_taint(&self.title()));
         worker
     }
 
     /// What it is called: its InferencePool, or else its selector; before it the namespace, where that is given.
     pub fn title(&self) -> String {
-        let own = self.name.clone().unwrap_or_else(|| label_selector(&self.selector));
+        let own = self
+            .name
+            .clone()
+            .unwrap_or_else(|| label_selector(&self.selector));
         match &self.namespace {
             Some(namespace) => format!("{namespace}/{own}"),
             None => own,
@@ -134,7 +145,13 @@ impl PodsConfig {
 
     /// Whether it finds all that another entry finds.
     pub fn finds_all_of(&self, other: &Self) -> bool {
-        let of = |pods: &Self| (pods.namespace.clone(), pods.name.clone(), pods.selector.clone());
+        let of = |pods: &Self| {
+            (
+                pods.namespace.clone(),
+                pods.name.clone(),
+                pods.selector.clone(),
+            )
+        };
         of(self) == of(other) && other.ports.iter().all(|port| self.ports.contains(port))
     }
 
@@ -146,26 +163,39 @@ impl PodsConfig {
                 refuse("name", "the name is empty; write that of an InferencePool")
             }
             (Some(_), true, true) | (None, false, false) => {}
-            (Some(_), false, _) => {
-                refuse("selector", "the InferencePool has the selector; leave it out, or leave out `name`")
-            }
-            (Some(_), _, false) => {
-                refuse("ports", "the InferencePool has the ports; leave them out, or leave out `name`")
-            }
+            (Some(_), false, _) => refuse(
+                "selector",
+                "the InferencePool has the selector; leave it out, or leave out `name`",
+            ),
+            (Some(_), _, false) => refuse(
+                "ports",
+                "the InferencePool has the ports; leave them out, or leave out `name`",
+            ),
             (None, true, _) => refuse(
                 "selector",
                 "neither `name` nor `selector` is given; name an InferencePool, or labels of the pods",
             ),
-            (None, _, true) => {
-                refuse("ports", "the ports of the pods are missing; list those that the engines listen at")
-            }
+            (None, _, true) => refuse(
+                "ports",
+                "the ports of the pods are missing; list those that the engines listen at",
+            ),
         }
         if self.ports.len() > MOST_PORTS {
-            refuse("ports", "there are more than 8 ports; a pod has at most 8, one for each data-parallel rank");
+            refuse(
+                "ports",
+                "there are more than 8 ports; a pod has at most 8, one for each data-parallel rank",
+            );
         }
-        let repeated = self.ports.iter().enumerate().any(|(at, port)| self.ports[..at].contains(port));
+        let repeated = self
+            .ports
+            .iter()
+            .enumerate()
+            .any(|(at, port)| self.ports[..at].contains(port));
         if repeated {
-            refuse("ports", "a port is given twice; each is a worker of its own");
+            refuse(
+                "ports",
+                "a port is given twice; each is a worker of its own",
+            );
         }
         if self.ports.len() > 1 && self.ids == Ids::Dynamo {
             refuse(
@@ -190,21 +220,34 @@ impl KubernetesConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let of_pool = |(at, pool): (usize, &PodsConfig)| {
-            pool.problems().into_iter().map(move |problem| problem.within(at).within("pools"))
+            pool.problems()
+                .into_iter()
+                .map(move |problem| problem.within(at).within("pools"))
         };
         let mut problems: Vec<Problem> = self.pools.iter().enumerate().flat_map(of_pool).collect();
         if self.pools.is_empty() {
-            problems.push(Problem::of("pools", "no pool is given; name an InferencePool, or labels and ports of pods"));
+            problems.push(Problem::of(
+                "pools",
+                "no pool is given; name an InferencePool, or labels and ports of pods",
+            ));
         }
         if self.silence.get().is_zero() {
-            problems.push(Problem::of("silence", "no connection would last 0s; the default is 30s"));
+            problems.push(Problem::of(
+                "silence",
+                "no connection would last 0s; the default is 30s",
+            ));
         }
         if self.look_again.get().is_zero() {
-            problems
-                .push(Problem::of("look_again", "the API server would be asked without a pause; the default is 5m"));
+            problems.push(Problem::of(
+                "look_again",
+                "the API server would be asked without a pause; the default is 5m",
+            ));
         }
         if self.context.is_some() && self.kubeconfig.is_none() {
-            problems.push(Problem::of("context", "a context is one of a `kubeconfig`; give that, too"));
+            problems.push(Problem::of(
+                "context",
+                "a context is one of a `kubeconfig`; give that, too",
+            ));
         }
         problems
     }

@@ -21,7 +21,10 @@ pub(super) struct CredentialSource {
 
 impl From<&KubernetesConfig> for CredentialSource {
     fn from(config: &KubernetesConfig) -> Self {
-        Self { kubeconfig: config.kubeconfig.clone(), context: config.context.clone() }
+        Self {
+            kubeconfig: config.kubeconfig.clone(),
+            context: config.context.clone(),
+        }
     }
 }
 
@@ -70,38 +73,66 @@ impl CredentialSource {
         };
         let opened = match read {
             Some(kubeconfig) => match kubeconfig {
-                Ok(kubeconfig) => self.by_kubeconfig(kubeconfig).await.map_err(|error| describe(&error)),
+                Ok(kubeconfig) => self
+                    .by_kubeconfig(kubeconfig)
+                    .await
+                    .map_err(|error| describe(&error)),
                 Err(error) => Err(describe(&error)),
             },
             None => return in_cluster().await,
         };
-        let name = self.kubeconfig.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+        let name = self
+            .kubeconfig
+            .as_ref()
+            .map(|path| path.display().to_string())
+            .unwrap_or_default();
         opened.map_err(|error| format!("the kubeconfig {name} cannot be used: {error}"))
     }
 
     async fn by_kubeconfig(&self, kubeconfig: Kubeconfig) -> Result<ApiConnection, kube::Error> {
         let mut files = self.files_of(&kubeconfig);
         files.contents = files.hash().await;
-        let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
+        let options = KubeConfigOptions {
+            context: self.context.clone(),
+            ..KubeConfigOptions::default()
+        };
         let settings = Config::from_custom_kubeconfig(kubeconfig, &options).await?;
         connection(settings, files)
     }
 
     fn files_of(&self, kubeconfig: &Kubeconfig) -> CredentialFiles {
-        let named = self.context.as_ref().or(kubeconfig.current_context.as_ref());
-        let context = kubeconfig.contexts.iter().find(|context| Some(&context.name) == named);
+        let named = self
+            .context
+            .as_ref()
+            .or(kubeconfig.current_context.as_ref());
+        let context = kubeconfig
+            .contexts
+            .iter()
+            .find(|context| Some(&context.name) == named);
         let Some(context) = context.and_then(|context| context.context.as_ref()) else {
             return CredentialFiles::default();
         };
-        let cluster = kubeconfig.clusters.iter().find(|cluster| cluster.name == context.cluster);
-        let user = kubeconfig.auth_infos.iter().find(|user| Some(&user.name) == context.user.as_ref());
+        let cluster = kubeconfig
+            .clusters
+            .iter()
+            .find(|cluster| cluster.name == context.cluster);
+        let user = kubeconfig
+            .auth_infos
+            .iter()
+            .find(|user| Some(&user.name) == context.user.as_ref());
         let user: Option<&AuthInfo> = user.and_then(|user| user.auth_info.as_ref());
         let path = |path: &Option<String>| path.as_ref().map(PathBuf::from);
         let certificate = user.map(|user| [path(&user.client_certificate), path(&user.client_key)]);
         CredentialFiles {
             token: user.and_then(|user| path(&user.token_file)),
-            authority: cluster.and_then(|cluster| path(&cluster.cluster.as_ref()?.certificate_authority)),
-            others: self.kubeconfig.iter().cloned().chain(certificate.into_iter().flatten().flatten()).collect(),
+            authority: cluster
+                .and_then(|cluster| path(&cluster.cluster.as_ref()?.certificate_authority)),
+            others: self
+                .kubeconfig
+                .iter()
+                .cloned()
+                .chain(certificate.into_iter().flatten().flatten())
+                .collect(),
             contents: 0,
         }
     }
@@ -137,17 +168,32 @@ fn describe_in_cluster(error: &InClusterError) -> String {
 
 /// Creates the client. The token file is read once and trimmed, because a trailing newline is not part of the token.
 fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnection, kube::Error> {
-    if let Some(path) = settings.auth_info.token_file.take().filter(|_| settings.auth_info.token.is_none()) {
+    if let Some(path) = settings
+        .auth_info
+        .token_file
+        .take()
+        .filter(|_| settings.auth_info.token.is_none())
+    {
         let read = std::fs::read_to_string(&path);
-        let token = read.map_err(|error| kube::Error::Service(format!("the token file {path}: {error}").into()))?;
+        let token = read.map_err(|error| {
+            kube::Error::Service(format!("the token file {path}: {error}").into())
+        })?;
         if token.trim().is_empty() {
-            return Err(kube::Error::Service(format!("the token file {path} is empty").into()));
+            return Err(kube::Error::Service(
+                format!("the token file {path} is empty").into(),
+            ));
         }
         settings.auth_info.token = Some(token.trim().to_owned().into());
     }
     if settings.root_cert.as_ref().is_some_and(Vec::is_empty) {
-        let path = files.authority.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
-        return Err(kube::Error::Service(format!("the certificate authority {path} contains no certificate").into()));
+        let path = files
+            .authority
+            .as_ref()
+            .map(|path| path.display().to_string())
+            .unwrap_or_default();
+        return Err(kube::Error::Service(
+            format!("the certificate authority {path} contains no certificate").into(),
+        ));
     }
     settings.root_cert_file = None;
     settings.default_namespace = settings.default_namespace.trim().to_owned();
@@ -155,8 +201,17 @@ fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnect
     settings.default_retry = false;
     settings.connect_timeout = Some(super::client::CONNECT_DEADLINE);
     let namespace = settings.default_namespace.clone();
-    let address = settings.cluster_url.to_string().trim_end_matches('/').to_owned();
-    Ok(ApiConnection { client: Client::try_from(settings)?, namespace, address, files })
+    let address = settings
+        .cluster_url
+        .to_string()
+        .trim_end_matches('/')
+        .to_owned();
+    Ok(ApiConnection {
+        client: Client::try_from(settings)?,
+        namespace,
+        address,
+        files,
+    })
 }
 
 /// An error with its causes, each once.
@@ -167,14 +222,20 @@ pub(super) fn describe(error: &(dyn std::error::Error + 'static)) -> String {
         let text = error.to_string();
         // Many errors repeat their cause at their end.
         if let Some(before) = parts.last_mut() {
-            *before = before.trim_end_matches(text.as_str()).trim_end_matches([':', ' ']).to_owned();
+            *before = before
+                .trim_end_matches(text.as_str())
+                .trim_end_matches([':', ' '])
+                .to_owned();
         }
         parts.push(text);
         next = error.source();
     }
     let mut seen: Vec<String> = Vec::new();
     for part in parts {
-        let part = part.trim_start_matches("ServiceError").trim_start_matches([':', ' ']).to_owned();
+        let part = part
+            .trim_start_matches("ServiceError")
+            .trim_start_matches([':', ' '])
+            .to_owned();
         if !part.is_empty() && !seen.contains(&part) {
             seen.push(part);
         }
@@ -192,15 +253,24 @@ mod tests {
     fn missing_service_account_names_automount() {
         let error = InClusterError::ReadDefaultNamespace(io::ErrorKind::NotFound.into());
         let text = describe_in_cluster(&error);
-        assert!(text.contains("automountServiceAccountToken: true") && text.contains(SERVICE_ACCOUNT), "{text}");
+        assert!(
+            text.contains("automountServiceAccountToken: true") && text.contains(SERVICE_ACCOUNT),
+            "{text}"
+        );
         let error = InClusterError::ReadEnvironmentVariable(std::env::VarError::NotPresent);
         let text = describe_in_cluster(&error);
-        assert!(text.contains("`kubernetes.kubeconfig`") && !text.contains("automount"), "{text}");
+        assert!(
+            text.contains("`kubernetes.kubeconfig`") && !text.contains("automount"),
+            "{text}"
+        );
     }
 
     #[test]
     fn causes_are_named_once() {
-        let refused = io::Error::new(io::ErrorKind::ConnectionRefused, "Connection refused (os error 111)");
+        let refused = io::Error::new(
+            io::ErrorKind::ConnectionRefused,
+            "Connection refused (os error 111)",
+        );
         let error = kube::Error::Service(Box::new(refused));
         assert_eq!(describe(&error), "Connection refused (os error 111)");
     }
@@ -213,11 +283,22 @@ mod tests {
         let mut settings = Config::new("http://127.0.0.1:1".parse().unwrap());
         settings.auth_info.token_file = Some(token.display().to_string());
         settings.default_namespace = "inference\n".to_owned();
-        let files = CredentialFiles { token: Some(token.clone()), ..CredentialFiles::default() };
+        let files = CredentialFiles {
+            token: Some(token.clone()),
+            ..CredentialFiles::default()
+        };
         let connection = connection(settings.clone(), files).unwrap();
-        assert_eq!((connection.namespace.as_str(), connection.address.as_str()), ("inference", "http://127.0.0.1:1"));
+        assert_eq!(
+            (connection.namespace.as_str(), connection.address.as_str()),
+            ("inference", "http://127.0.0.1:1")
+        );
         std::fs::write(&token, "\n").unwrap();
-        let error = super::connection(settings, CredentialFiles::default()).err().unwrap();
-        assert_eq!(describe(&error), format!("the token file {} is empty", token.display()));
+        let error = super::connection(settings, CredentialFiles::default())
+            .err()
+            .unwrap();
+        assert_eq!(
+            describe(&error),
+            format!("the token file {} is empty", token.display())
+        );
     }
 }

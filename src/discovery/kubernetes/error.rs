@@ -88,12 +88,18 @@ impl RequestError {
     pub(super) fn failure_kind(&self) -> FailureKind {
         match &self.failure {
             RequestFailure::Status { code: 410, .. } => FailureKind::Expired,
-            RequestFailure::Status { code: 429, retry_after, .. } => FailureKind::Unavailable(*retry_after),
-            RequestFailure::Status { code: 400..500, .. } | RequestFailure::Malformed(_) => FailureKind::Rejected,
-            RequestFailure::Status { retry_after, .. } => FailureKind::Unavailable(*retry_after),
-            RequestFailure::Credentials(_) | RequestFailure::Timeout(_) | RequestFailure::Transport(_) => {
-                FailureKind::Unavailable(None)
+            RequestFailure::Status {
+                code: 429,
+                retry_after,
+                ..
+            } => FailureKind::Unavailable(*retry_after),
+            RequestFailure::Status { code: 400..500, .. } | RequestFailure::Malformed(_) => {
+                FailureKind::Rejected
             }
+            RequestFailure::Status { retry_after, .. } => FailureKind::Unavailable(*retry_after),
+            RequestFailure::Credentials(_)
+            | RequestFailure::Timeout(_)
+            | RequestFailure::Transport(_) => FailureKind::Unavailable(None),
         }
     }
 }
@@ -103,27 +109,58 @@ impl fmt::Display for RequestFailure {
         match self {
             Self::Status { code, message, .. } => write!(f, "{code} {message}"),
             Self::Timeout(after) => write!(f, "no answer within {} s", after.as_secs()),
-            Self::Credentials(reason) | Self::Transport(reason) | Self::Malformed(reason) => f.write_str(reason),
+            Self::Credentials(reason) | Self::Transport(reason) | Self::Malformed(reason) => {
+                f.write_str(reason)
+            }
         }
     }
 }
 
 impl fmt::Display for RequestError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { verb, resource, namespace, address, .. } = self;
+        let Self {
+            verb,
+            resource,
+            namespace,
+            address,
+            ..
+        } = self;
         if let RequestFailure::Credentials(reason) = &self.failure {
-            return write!(f, "no usable credentials for the Kubernetes API server: {reason}");
+            return write!(
+                f,
+                "no usable credentials for the Kubernetes API server: {reason}"
+            );
         }
-        write!(f, "cannot {} {resource} in namespace {namespace} at {address}: ", verb.as_str())?;
+        write!(
+            f,
+            "cannot {} {resource} in namespace {namespace} at {address}: ",
+            verb.as_str()
+        )?;
         match &self.failure {
-            RequestFailure::Status { code: 401, message, .. } => {
-                write!(f, "401 {message}: the API server does not accept the token{}", self.token_file)
+            RequestFailure::Status {
+                code: 401, message, ..
+            } => {
+                write!(
+                    f,
+                    "401 {message}: the API server does not accept the token{}",
+                    self.token_file
+                )
             }
-            RequestFailure::Status { code: 403, message, .. } => {
-                write!(f, "403 {message}; the Role needs the verb `{}` for {resource}", verb.as_str())
+            RequestFailure::Status {
+                code: 403, message, ..
+            } => {
+                write!(
+                    f,
+                    "403 {message}; the Role needs the verb `{}` for {resource}",
+                    verb.as_str()
+                )
             }
             RequestFailure::Status { code: 404, .. } => {
-                write!(f, "404: {} is not installed; install its CustomResourceDefinition", self.kind)
+                write!(
+                    f,
+                    "404: {} is not installed; install its CustomResourceDefinition",
+                    self.kind
+                )
             }
             RequestFailure::Transport(reason) if reason.contains("certificate") => {
                 write!(f, "{reason}{}", self.authority_file)
@@ -142,7 +179,10 @@ pub(super) fn message(body: &[u8]) -> String {
         message: String,
     }
     let status: Result<StatusMessage, _> = serde_json::from_slice(body);
-    let text = status.map_or_else(|_| String::from_utf8_lossy(body).into_owned(), |status| status.message);
+    let text = status.map_or_else(
+        |_| String::from_utf8_lossy(body).into_owned(),
+        |status| status.message,
+    );
     let line = text.lines().next().unwrap_or_default().trim();
     line.chars().take(MAX_QUOTE).collect()
 }
@@ -165,7 +205,11 @@ mod tests {
     }
 
     fn status(code: u16, message: &str) -> RequestFailure {
-        RequestFailure::Status { code, message: message.to_owned(), retry_after: None }
+        RequestFailure::Status {
+            code,
+            message: message.to_owned(),
+            retry_after: None,
+        }
     }
 
     #[test]
@@ -181,12 +225,18 @@ mod tests {
                 "404: InferencePool of inference.networking.k8s.io/v1 is not installed; install its \
                  CustomResourceDefinition",
             ),
-            (status(401, "Unauthorized"), "401 Unauthorized: the API server does not accept the token of /run/token"),
+            (
+                status(401, "Unauthorized"),
+                "401 Unauthorized: the API server does not accept the token of /run/token",
+            ),
             (
                 RequestFailure::Transport("invalid peer certificate: UnknownIssuer".to_owned()),
                 "invalid peer certificate: UnknownIssuer; the certificate authority is read from /run/ca.crt",
             ),
-            (RequestFailure::Timeout(Duration::from_secs(35)), "no answer within 35 s"),
+            (
+                RequestFailure::Timeout(Duration::from_secs(35)),
+                "no answer within 35 s",
+            ),
         ];
         for (failure, expected) in cases {
             assert_eq!(error(failure).to_string(), format!("{before}{expected}"));
@@ -195,21 +245,36 @@ mod tests {
 
     #[test]
     fn one_cause_is_recognized_in_different_requests() {
-        let listed = |failure| RequestError { verb: ApiVerb::List, ..error(failure) };
+        let listed = |failure| RequestError {
+            verb: ApiVerb::List,
+            ..error(failure)
+        };
         let (reset, refused) = ("reset".to_owned(), "refused".to_owned());
-        let (reset, refused) = (RequestFailure::Transport(reset), RequestFailure::Transport(refused));
+        let (reset, refused) = (
+            RequestFailure::Transport(reset),
+            RequestFailure::Transport(refused),
+        );
         assert!(error(reset.clone()).has_cause_of(&listed(refused.clone())));
         assert!(error(reset.clone()).has_cause_of(&listed(status(503, "unavailable"))));
         assert!(!error(reset).has_cause_of(&error(status(403, "forbidden"))));
-        assert!(!error(status(403, "forbidden")).has_cause_of(&listed(status(403, "forbidden"))), "another verb");
+        assert!(
+            !error(status(403, "forbidden")).has_cause_of(&listed(status(403, "forbidden"))),
+            "another verb"
+        );
         let certificate = RequestFailure::Transport("invalid peer certificate".to_owned());
         assert!(!error(certificate).has_cause_of(&error(refused)));
     }
 
     #[test]
     fn message_is_short_and_without_objects() {
-        assert_eq!(message(br#"{"kind": "Status", "message": "too old"}"#), "too old");
-        assert_eq!(message(b"upstream connect error\nmore"), "upstream connect error");
+        assert_eq!(
+            message(br#"{"kind": "Status", "message": "too old"}"#),
+            "too old"
+        );
+        assert_eq!(
+            message(b"upstream connect error\nmore"),
+            "upstream connect error"
+        );
         assert_eq!(message("x".repeat(9_000).as_bytes()).len(), MAX_QUOTE);
     }
 }

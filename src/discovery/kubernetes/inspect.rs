@@ -108,7 +108,9 @@ impl From<RequestError> for PoolFailure {
             RequestFailure::Status { code: 401, .. } => RequestCause::Unauthorized,
             RequestFailure::Status { code: 403, .. } => RequestCause::Forbidden,
             RequestFailure::Status { code: 404, .. } => RequestCause::NotInstalled,
-            RequestFailure::Transport(reason) if reason.contains("certificate") => RequestCause::Certificate,
+            RequestFailure::Transport(reason) if reason.contains("certificate") => {
+                RequestCause::Certificate
+            }
             RequestFailure::Transport(_) | RequestFailure::Timeout(_) => RequestCause::Unreachable,
             RequestFailure::Status { .. } | RequestFailure::Malformed(_) => RequestCause::Other,
         };
@@ -117,9 +119,19 @@ impl From<RequestError> for PoolFailure {
 }
 
 /// Reads all pools at the same time. Each request has this deadline.
-pub async fn inspect(config: &KubernetesConfig, models: &[ServedModel], deadline: Duration) -> ClusterReport {
+pub async fn inspect(
+    config: &KubernetesConfig,
+    models: &[ServedModel],
+    deadline: Duration,
+) -> ClusterReport {
     let client = ApiClient::with_deadline(config, deadline);
-    let read = join_all(config.pools.iter().map(|pool| inspect_pool(&client, config, pool))).await;
+    let read = join_all(
+        config
+            .pools
+            .iter()
+            .map(|pool| inspect_pool(&client, config, pool)),
+    )
+    .await;
     let mut report = ClusterReport::default();
     let mut all = Vec::new();
     for (pool, workers) in read {
@@ -136,14 +148,19 @@ async fn inspect_pool(
     pool: &PodsConfig,
 ) -> (PoolReport, Vec<WorkerConfig>) {
     let (pods, rights) = tokio::join!(read_pods(client, pool), missing_rights(client, pool));
-    let mut report = PoolReport { title: pool.title(), ..PoolReport::default() };
+    let mut report = PoolReport {
+        title: pool.title(),
+        ..PoolReport::default()
+    };
     match rights {
         Ok(missing) => report.missing_rights = missing,
         Err(error) => report.rights_error = Some(error),
     }
     let workers = match pods {
         Ok((membership, mut pods)) => {
-            let (workers, problems) = pods.workers(&membership, pool, &config.labels).unwrap_or_default();
+            let (workers, problems) = pods
+                .workers(&membership, pool, &config.labels)
+                .unwrap_or_default();
             report.pods = pods.len();
             report.unready = pods.unready();
             report.unusable = problems;
@@ -158,20 +175,39 @@ async fn inspect_pool(
     (report, workers)
 }
 
-async fn read_pods(client: &ApiClient, pool: &PodsConfig) -> Result<(Membership, Pods), PoolFailure> {
-    let query = |resource| ObjectQuery { resource, namespace: pool.namespace.clone(), labels: None, fields: None };
+async fn read_pods(
+    client: &ApiClient,
+    pool: &PodsConfig,
+) -> Result<(Membership, Pods), PoolFailure> {
+    let query = |resource| ObjectQuery {
+        resource,
+        namespace: pool.namespace.clone(),
+        labels: None,
+        fields: None,
+    };
     let membership = match &pool.name {
         Some(name) => {
             let fields = Some(format!("metadata.name={name}"));
-            let query = ObjectQuery { fields, ..query(objects::inference_pools()) };
-            let found = client.list::<InferencePool>(&query).await?.objects.into_iter().next();
+            let query = ObjectQuery {
+                fields,
+                ..query(objects::inference_pools())
+            };
+            let found = client
+                .list::<InferencePool>(&query)
+                .await?
+                .objects
+                .into_iter()
+                .next();
             let found = found.ok_or(PoolFailure::Missing)?.object;
             let found = found.map_err(|object| PoolFailure::Unreadable(object.reason))?;
             Membership::of(&found).ok_or(PoolFailure::NoSelector)?
         }
         None => Membership::configured(pool).unwrap_or_default(),
     };
-    let query = ObjectQuery { labels: Some(membership.label_selector()), ..query(objects::pods()) };
+    let query = ObjectQuery {
+        labels: Some(membership.label_selector()),
+        ..query(objects::pods())
+    };
     let mut pods = Pods::default();
     pods.apply(ObjectChange::Listed(client.list(&query).await?.objects));
     Ok((membership, pods))
@@ -179,7 +215,10 @@ async fn read_pods(client: &ApiClient, pool: &PodsConfig) -> Result<(Membership,
 
 /// The rights to list and to watch that are missing. Of the kinds beside the pools only one right without the other counts: without
 /// both, warmroute goes on without these objects.
-async fn missing_rights(client: &ApiClient, pool: &PodsConfig) -> Result<Vec<MissingRight>, String> {
+async fn missing_rights(
+    client: &ApiClient,
+    pool: &PodsConfig,
+) -> Result<Vec<MissingRight>, String> {
     let name = pool.name.as_deref();
     let mut resources = vec![("", "pods", None)];
     if name.is_some() {
@@ -188,13 +227,32 @@ async fn missing_rights(client: &ApiClient, pool: &PodsConfig) -> Result<Vec<Mis
         resources.extend(objects::GROUPS.map(|group| (group, objects::REWRITES.plural, None)));
     }
     let missing = resources.into_iter().map(async |(group, resource, name)| {
-        let access = |verb| ResourceAccess { namespace: pool.namespace.as_deref(), verb, group, resource, name };
+        let access = |verb| ResourceAccess {
+            namespace: pool.namespace.as_deref(),
+            verb,
+            group,
+            resource,
+            name,
+        };
         let (lists, watches) = (access("list"), access("watch"));
-        let (lists, watches) = tokio::try_join!(client.is_allowed(&lists), client.is_allowed(&watches))?;
+        let (lists, watches) =
+            tokio::try_join!(client.is_allowed(&lists), client.is_allowed(&watches))?;
         let is_optional = objects::GROUPS.contains(&group);
-        let missing = [("list", lists), ("watch", watches)].into_iter().filter(|(_, allowed)| !allowed);
-        let missing: Vec<_> = missing.map(|(verb, _)| MissingRight { verb, resource, group }).collect();
-        Ok::<_, String>(if is_optional && missing.len() == 2 { Vec::new() } else { missing })
+        let missing = [("list", lists), ("watch", watches)]
+            .into_iter()
+            .filter(|(_, allowed)| !allowed);
+        let missing: Vec<_> = missing
+            .map(|(verb, _)| MissingRight {
+                verb,
+                resource,
+                group,
+            })
+            .collect();
+        Ok::<_, String>(if is_optional && missing.len() == 2 {
+            Vec::new()
+        } else {
+            missing
+        })
     });
     let missing: Result<Vec<_>, String> = join_all(missing).await.into_iter().collect();
     missing.map(|missing| missing.concat())

@@ -24,7 +24,9 @@ pub(super) struct RetryBackoff {
 impl RetryBackoff {
     /// The delay before the next attempt. `jitter` is between 0 and 1, so that replicas do not retry at the same time.
     pub(super) fn next_delay(&mut self, retry_after: Option<Duration>, jitter: f64) -> Duration {
-        let own = MIN_DELAY.saturating_mul(1 << self.failures.min(10)).min(MAX_DELAY);
+        let own = MIN_DELAY
+            .saturating_mul(1 << self.failures.min(10))
+            .min(MAX_DELAY);
         self.failures = self.failures.saturating_add(1);
         let least = retry_after.unwrap_or_default().min(MAX_RETRY_AFTER);
         (least + own.mul_f64(0.1 * jitter)).max(own.mul_f64(0.5 + jitter / 2.0))
@@ -91,7 +93,14 @@ pub(super) struct ListWatch {
 impl ListWatch {
     pub(super) fn new(silence: Duration) -> Self {
         let backoff = RetryBackoff::default();
-        Self { silence, version: None, open: None, watched_since_list: false, backoff, retry_at: None }
+        Self {
+            silence,
+            version: None,
+            open: None,
+            watched_since_list: false,
+            backoff,
+            retry_at: None,
+        }
     }
 
     pub(super) fn next_step(&self) -> NextStep {
@@ -106,7 +115,8 @@ impl ListWatch {
 
     /// Whether changes are received now. After a failure the next watch has to work first.
     pub(super) fn is_up(&self) -> bool {
-        self.open.is_some_and(|open| open.works || self.backoff.failures == 0)
+        self.open
+            .is_some_and(|open| open.works || self.backoff.failures == 0)
     }
 
     pub(super) fn on_waited(&mut self) {
@@ -119,7 +129,11 @@ impl ListWatch {
     }
 
     pub(super) fn on_opened(&mut self, now: Instant) {
-        self.open = Some(OpenWatch { opened: now, last_event: now, works: false });
+        self.open = Some(OpenWatch {
+            opened: now,
+            last_event: now,
+            works: false,
+        });
     }
 
     /// An event or a bookmark.
@@ -137,7 +151,10 @@ impl ListWatch {
 
     /// The deadline of [`NextStep::Read`] has passed.
     pub(super) fn on_quiet(&mut self, now: Instant) -> QuietWatch {
-        if self.open.is_some_and(|open| now >= open.last_event + self.silence) {
+        if self
+            .open
+            .is_some_and(|open| now >= open.last_event + self.silence)
+        {
             return QuietWatch::Dead;
         }
         self.confirm();
@@ -172,7 +189,8 @@ impl ListWatch {
             FailureKind::Expired | FailureKind::Rejected => None,
         };
         self.retry_at = Some(now + self.backoff.next_delay(retry_after, jitter));
-        let try_again = matches!(kind, FailureKind::Unavailable(_)) && self.backoff.failures < WATCH_ATTEMPTS;
+        let try_again =
+            matches!(kind, FailureKind::Unavailable(_)) && self.backoff.failures < WATCH_ATTEMPTS;
         if !try_again {
             self.version = None;
         }
@@ -207,7 +225,9 @@ mod tests {
 
     fn fail(states: &mut ListWatch, kind: FailureKind, now: Instant) -> Duration {
         assert!(states.on_failure(kind, now, 1.0));
-        let NextStep::Wait(at) = states.next_step() else { panic!("{:?}", states.next_step()) };
+        let NextStep::Wait(at) = states.next_step() else {
+            panic!("{:?}", states.next_step())
+        };
         states.on_waited();
         at - now
     }
@@ -218,7 +238,10 @@ mod tests {
         let mut states = ListWatch::new(SILENCE);
         assert_eq!(states.next_step(), NextStep::List);
         states.on_listed("7".to_owned());
-        assert_eq!((states.next_step(), states.is_up()), (NextStep::Watch("7".to_owned()), false));
+        assert_eq!(
+            (states.next_step(), states.is_up()),
+            (NextStep::Watch("7".to_owned()), false)
+        );
         states.on_opened(now);
         assert!(states.is_up());
         states.on_event(Some("9".to_owned()), now + ms(10));
@@ -236,7 +259,9 @@ mod tests {
         for _ in 0..7 {
             states.on_event(None, now + ms(1));
             assert!(!states.on_closed(now + ms(2), 1.0), "changes are received");
-            let NextStep::Wait(at) = states.next_step() else { panic!("{:?}", states.next_step()) };
+            let NextStep::Wait(at) = states.next_step() else {
+                panic!("{:?}", states.next_step())
+            };
             delays.push(at - now - ms(2));
             states.on_waited();
             states.on_opened(now);
@@ -266,7 +291,9 @@ mod tests {
         let mut delays = Vec::new();
         for _ in 0..8 {
             assert!(states.on_closed(now + ms(1), 1.0));
-            let NextStep::Wait(at) = states.next_step() else { panic!("{:?}", states.next_step()) };
+            let NextStep::Wait(at) = states.next_step() else {
+                panic!("{:?}", states.next_step())
+            };
             delays.push(at - now - ms(1));
             states.on_waited();
             states.on_listed("7".to_owned());
@@ -278,7 +305,10 @@ mod tests {
         assert_eq!(states.next_step(), NextStep::Read(now + MIN_WATCH));
         assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
         assert!(states.is_up());
-        assert_eq!(fail(&mut states, FailureKind::Unavailable(None), now), ms(100));
+        assert_eq!(
+            fail(&mut states, FailureKind::Unavailable(None), now),
+            ms(100)
+        );
     }
 
     #[test]
@@ -288,26 +318,39 @@ mod tests {
         assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
         assert_eq!(states.next_step(), NextStep::Read(now + SILENCE));
         assert_eq!(states.on_quiet(now + SILENCE), QuietWatch::Dead);
-        assert_eq!(fail(&mut states, FailureKind::Unavailable(None), now + SILENCE), ms(100));
-        assert_eq!((states.next_step(), states.is_up()), (NextStep::Watch("7".to_owned()), false));
+        assert_eq!(
+            fail(&mut states, FailureKind::Unavailable(None), now + SILENCE),
+            ms(100)
+        );
+        assert_eq!(
+            (states.next_step(), states.is_up()),
+            (NextStep::Watch("7".to_owned()), false)
+        );
     }
 
     #[test]
     fn unavailable_server_is_retried_within_five_seconds() {
         let now = Instant::now();
         let mut states = watching(now);
-        let delays: Vec<_> = (0..20).map(|_| fail(&mut states, FailureKind::Unavailable(None), now)).collect();
+        let delays: Vec<_> = (0..20)
+            .map(|_| fail(&mut states, FailureKind::Unavailable(None), now))
+            .collect();
         assert!(delays.iter().all(|delay| *delay <= MAX_DELAY), "{delays:?}");
         assert!(delays.iter().sum::<Duration>() > ms(70_000), "{delays:?}");
-        assert_eq!(states.next_step(), NextStep::List, "a watch was tried often enough");
+        assert_eq!(
+            states.next_step(),
+            NextStep::List,
+            "a watch was tried often enough"
+        );
         let spread = [0.0, 1.0].map(|jitter| RetryBackoff { failures: 9 }.next_delay(None, jitter));
         assert_eq!(spread, [MAX_DELAY / 2, MAX_DELAY]);
     }
 
     #[test]
     fn retry_after_is_honored_within_bounds() {
-        let delay =
-            |seconds: u64, failures: u32| RetryBackoff { failures }.next_delay(Some(Duration::from_secs(seconds)), 0.0);
+        let delay = |seconds: u64, failures: u32| {
+            RetryBackoff { failures }.next_delay(Some(Duration::from_secs(seconds)), 0.0)
+        };
         assert_eq!(delay(2, 0), Duration::from_secs(2));
         assert_eq!(delay(1, 9), MAX_DELAY / 2, "our own delay is longer");
         assert_eq!(delay(3600, 0), MAX_RETRY_AFTER);
@@ -319,7 +362,10 @@ mod tests {
         let mut states = watching(now);
         states.on_event(None, now);
         assert!(!states.on_closed(now + MIN_WATCH, 1.0));
-        assert!(!states.on_failure(FailureKind::Expired, now, 1.0), "not worth a report");
+        assert!(
+            !states.on_failure(FailureKind::Expired, now, 1.0),
+            "not worth a report"
+        );
         assert_eq!(states.next_step(), NextStep::List);
         // A fresh version that is too old as well is a fault.
         states.on_listed("8".to_owned());
@@ -332,9 +378,14 @@ mod tests {
         let now = Instant::now();
         let mut states = watching(now);
         assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
-        assert!(!states.on_failure(FailureKind::Expired, now, 1.0), "the version of a working watch");
+        assert!(
+            !states.on_failure(FailureKind::Expired, now, 1.0),
+            "the version of a working watch"
+        );
         assert_eq!(states.next_step(), NextStep::List);
-        let delays: Vec<_> = (0..7).map(|_| fail(&mut states, FailureKind::Expired, now)).collect();
+        let delays: Vec<_> = (0..7)
+            .map(|_| fail(&mut states, FailureKind::Expired, now))
+            .collect();
         assert_eq!((delays[0], delays[6]), (ms(100), MAX_DELAY));
     }
 }

@@ -88,8 +88,12 @@ pub(super) struct PodStatus {
 
 /// The error names the field and the value: the API server accepts addresses with leading zeros.
 fn pod_ip<'de, D: Deserializer<'de>>(input: D) -> Result<Option<IpAddr>, D::Error> {
-    let Some(text) = Option::<String>::deserialize(input)? else { return Ok(None) };
-    let parsed = text.parse().map_err(|_| D::Error::custom(format_args!("podIP `{text}` is not an IP address")));
+    let Some(text) = Option::<String>::deserialize(input)? else {
+        return Ok(None);
+    };
+    let parsed = text
+        .parse()
+        .map_err(|_| D::Error::custom(format_args!("podIP `{text}` is not an IP address")));
     parsed.map(Some)
 }
 
@@ -139,12 +143,21 @@ pub(super) struct Kind {
     pub(super) plural: &'static str,
 }
 
-pub(super) const OBJECTIVES: Kind = Kind { kind: "InferenceObjective", plural: "inferenceobjectives" };
-pub(super) const REWRITES: Kind = Kind { kind: "InferenceModelRewrite", plural: "inferencemodelrewrites" };
+pub(super) const OBJECTIVES: Kind = Kind {
+    kind: "InferenceObjective",
+    plural: "inferenceobjectives",
+};
+pub(super) const REWRITES: Kind = Kind {
+    kind: "InferenceModelRewrite",
+    plural: "inferencemodelrewrites",
+};
 
 impl Kind {
     pub(super) fn of(self, group: &str) -> ApiResource {
-        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, "v1alpha2", self.kind), self.plural)
+        ApiResource::from_gvk_with_plural(
+            &GroupVersionKind::gvk(group, "v1alpha2", self.kind),
+            self.plural,
+        )
     }
 }
 

@@ -36,7 +36,10 @@ const LASTING_FAILURE: Duration = Duration::from_secs(60);
 
 /// Watches the objects beside the pools for ever, and reports each change. Nothing is reported before the condition of each kind is
 /// known.
-pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rules)) -> anyhow::Result<Infallible> {
+pub async fn watch_rules(
+    config: &KubernetesConfig,
+    mut on_rules: impl FnMut(Rules),
+) -> anyhow::Result<Infallible> {
     if config.pools.iter().all(|pool| pool.name.is_none()) {
         // Labels and ports have no objects beside them.
         on_rules(Rules::default());
@@ -50,9 +53,11 @@ pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rul
     for namespace in &namespaces {
         let watch = |kind| KindWatch::new(&client, config, namespace, kind);
         let (objectives_tx, rewrites_tx) = (report_tx.clone(), report_tx.clone());
-        let on_objectives = move |followed, all| _ = objectives_tx.send(KindReport::Objectives(followed, all));
+        let on_objectives =
+            move |followed, all| _ = objectives_tx.send(KindReport::Objectives(followed, all));
         watches.push(watch(OBJECTIVES).run(on_objectives).boxed());
-        let on_rewrites = move |followed, all| _ = rewrites_tx.send(KindReport::Rewrites(followed, all));
+        let on_rewrites =
+            move |followed, all| _ = rewrites_tx.send(KindReport::Rewrites(followed, all));
         watches.push(watch(REWRITES).run(on_rewrites).boxed());
     }
     let expected = watches.len();
@@ -60,7 +65,9 @@ pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rul
         let mut known = KnownObjects::default();
         while let Some(report) = report_rx.recv().await {
             known.take(report);
-            if known.followed.len() == expected && known.followed.values().any(|kind| kind.standing != UNKNOWN) {
+            if known.followed.len() == expected
+                && known.followed.values().any(|kind| kind.standing != UNKNOWN)
+            {
                 on_rules(known.rules(&ours));
             }
         }
@@ -81,7 +88,10 @@ async fn ours(config: &KubernetesConfig, client: &ApiClient) -> Vec<OurPool> {
             Err(_) => tokio::time::sleep(backoff.next_delay(None, rand::random())).await,
         }
     };
-    let named = config.pools.iter().filter_map(|pool| Some((pool, pool.name.clone()?)));
+    let named = config
+        .pools
+        .iter()
+        .filter_map(|pool| Some((pool, pool.name.clone()?)));
     let pool = |(pool, name): (&super::PodsConfig, String)| OurPool {
         title: pool.title().into(),
         namespace: pool.namespace.clone().unwrap_or_else(|| default.clone()),
@@ -108,7 +118,8 @@ impl KnownObjects {
     fn take(&mut self, report: KindReport) {
         let (KindReport::Objectives(followed, _) | KindReport::Rewrites(followed, _)) = &report;
         let (namespace, followed) = (followed.namespace.clone(), followed.clone());
-        self.followed.insert((followed.kind, namespace.clone()), followed);
+        self.followed
+            .insert((followed.kind, namespace.clone()), followed);
         match report {
             KindReport::Objectives(_, all) => drop(self.objectives.insert(namespace, all)),
             KindReport::Rewrites(_, all) => drop(self.rewrites.insert(namespace, all)),
@@ -147,7 +158,12 @@ struct KindWatch<'a> {
 }
 
 impl<'a> KindWatch<'a> {
-    fn new(client: &'a ApiClient, config: &'a KubernetesConfig, namespace: &str, kind: Kind) -> Self {
+    fn new(
+        client: &'a ApiClient,
+        config: &'a KubernetesConfig,
+        namespace: &str,
+        kind: Kind,
+    ) -> Self {
         let followed = Followed {
             kind: kind.kind,
             namespace: namespace.to_owned(),
@@ -155,11 +171,21 @@ impl<'a> KindWatch<'a> {
             error: None,
             unreadable: Vec::new(),
         };
-        Self { client, config, kind, followed, reported_error: None, failed_since: None }
+        Self {
+            client,
+            config,
+            kind,
+            followed,
+            reported_error: None,
+            failed_since: None,
+        }
     }
 
     /// Watches for ever, and reports each change of the objects or of their condition.
-    async fn run<K>(mut self, mut on_change: impl FnMut(Followed, BTreeMap<String, K>)) -> Infallible
+    async fn run<K>(
+        mut self,
+        mut on_change: impl FnMut(Followed, BTreeMap<String, K>),
+    ) -> Infallible
     where
         K: DeserializeOwned + Clone + Send + 'static,
     {
@@ -186,7 +212,14 @@ impl<'a> KindWatch<'a> {
                     if status == ABSENT {
                         store.clear();
                     }
-                    self.set_standing(if status == ABSENT { "not installed" } else { "forbidden" }.to_owned());
+                    self.set_standing(
+                        if status == ABSENT {
+                            "not installed"
+                        } else {
+                            "forbidden"
+                        }
+                        .to_owned(),
+                    );
                     self.set_error(None);
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     let look_again = self.config.look_again();
@@ -288,13 +321,23 @@ impl<'a> KindWatch<'a> {
 
     fn query(&self, group: &str) -> ObjectQuery {
         let (resource, namespace) = (self.kind.of(group), Some(self.followed.namespace.clone()));
-        ObjectQuery { resource, namespace, labels: None, fields: None }
+        ObjectQuery {
+            resource,
+            namespace,
+            labels: None,
+            fields: None,
+        }
     }
 
     fn set_standing(&mut self, standing: String) {
-        let Followed { kind, namespace, .. } = &self.followed;
+        let Followed {
+            kind, namespace, ..
+        } = &self.followed;
         if self.followed.standing != standing {
-            info!(kind, namespace, standing, "what InferencePools say of requests");
+            info!(
+                kind,
+                namespace, standing, "what InferencePools say of requests"
+            );
             self.followed.standing = standing;
         }
     }
@@ -310,10 +353,15 @@ impl<'a> KindWatch<'a> {
         match (error, &self.reported_error) {
             (Some(error), Some(reported)) if error.has_cause_of(reported) => {}
             (Some(error), _)
-                if is_lasting || error.failure_kind() == FailureKind::Rejected || error.code() == Some(500) =>
+                if is_lasting
+                    || error.failure_kind() == FailureKind::Rejected
+                    || error.code() == Some(500) =>
             {
                 let reason = error.to_string();
-                warn!(kind, reason, "objects cannot be watched; the last known ones stay in use");
+                warn!(
+                    kind,
+                    reason, "objects cannot be watched; the last known ones stay in use"
+                );
                 self.reported_error = Some(error.clone());
             }
             (Some(_), _) => {}
@@ -323,8 +371,14 @@ impl<'a> KindWatch<'a> {
 
     /// The condition, with the objects that cannot be read. Each of these is logged once.
     fn describe<K>(&mut self, store: &ObjectStore<K>) -> Followed {
-        let unreadable: Vec<String> = store.unreadable().map(|object| object.describe(self.kind.kind)).collect();
-        for reason in unreadable.iter().filter(|reason| !self.followed.unreadable.contains(reason)) {
+        let unreadable: Vec<String> = store
+            .unreadable()
+            .map(|object| object.describe(self.kind.kind))
+            .collect();
+        for reason in unreadable
+            .iter()
+            .filter(|reason| !self.followed.unreadable.contains(reason))
+        {
             warn!(reason, "Kubernetes object ignored");
         }
         self.followed.unreadable = unreadable;

@@ -14,8 +14,10 @@ use crate::discovery::template::TemplateConfig;
 use crate::worker::{Role, WorkerId, pool_taint};
 
 /// Where Kubernetes says by labels that a pod stands, and what the place is called here.
-const PLACES: [(&str, &str); 2] =
-    [("topology.kubernetes.io/zone", "zone"), ("topology.kubernetes.io/region", "region")];
+const PLACES: [(&str, &str); 2] = [
+    ("topology.kubernetes.io/zone", "zone"),
+    ("topology.kubernetes.io/region", "region"),
+];
 
 /// What pods of a pool have in common.
 pub(super) struct Likeness<'a> {
@@ -51,7 +53,11 @@ pub(super) fn workers(
     let (mut found, mut odd) = (Vec::new(), Vec::new());
     for (uid, pod) in pods {
         let takes = takes(pod, used.contains(uid));
-        let Some(address) = pod.status.as_ref().and_then(|status| status.pod_ip).filter(|_| takes != Takes::None)
+        let Some(address) = pod
+            .status
+            .as_ref()
+            .and_then(|status| status.pod_ip)
+            .filter(|_| takes != Takes::None)
         else {
             used.remove(uid);
             continue;
@@ -59,9 +65,10 @@ pub(super) fn workers(
         match of_pod((uid, pod), address, like) {
             Ok(workers) => {
                 used.insert(uid.clone());
-                found.extend(
-                    workers.into_iter().map(|worker| WorkerConfig { draining: takes == Takes::NoMore, ..worker }),
-                );
+                found.extend(workers.into_iter().map(|worker| WorkerConfig {
+                    draining: takes == Takes::NoMore,
+                    ..worker
+                }));
             }
             Err(reason) => odd.push(format!("pod {}: {reason}", name(pod))),
         }
@@ -70,8 +77,13 @@ pub(super) fn workers(
 }
 
 fn takes(pod: &Pod, is_used: bool) -> Takes {
-    let Some(status) = &pod.status else { return Takes::None };
-    let is_ready = status.conditions.iter().any(|condition| condition.kind == "Ready" && condition.status == "True");
+    let Some(status) = &pod.status else {
+        return Takes::None;
+    };
+    let is_ready = status
+        .conditions
+        .iter()
+        .any(|condition| condition.kind == "Ready" && condition.status == "True");
     let ends = pod.metadata.deletion_timestamp.is_some();
     match (status.phase.as_str(), is_ready && !ends) {
         ("Running", true) => Takes::All,
@@ -82,20 +94,41 @@ fn takes(pod: &Pod, is_used: bool) -> Takes {
 
 /// Why a pod takes no requests, apart from labels and annotations.
 pub(super) fn unready_reason(pod: &Pod) -> Option<String> {
-    let Some(status) = &pod.status else { return Some("it has no status yet".to_owned()) };
+    let Some(status) = &pod.status else {
+        return Some("it has no status yet".to_owned());
+    };
     if pod.metadata.deletion_timestamp.is_some() {
         return Some("it is being deleted".to_owned());
     }
     if status.phase != "Running" {
-        let phase = if status.phase.is_empty() { "unknown" } else { &status.phase };
+        let phase = if status.phase.is_empty() {
+            "unknown"
+        } else {
+            &status.phase
+        };
         return Some(format!("its phase is {phase}"));
     }
-    match status.conditions.iter().find(|condition| condition.kind == "Ready") {
+    match status
+        .conditions
+        .iter()
+        .find(|condition| condition.kind == "Ready")
+    {
         None => Some("it has no condition Ready".to_owned()),
         Some(condition) if condition.status != "True" => {
-            let details = [&condition.reason, &condition.message].into_iter().flatten().cloned().collect::<Vec<_>>();
-            let details = if details.is_empty() { String::new() } else { format!(" ({})", details.join(": ")) };
-            Some(format!("its condition Ready is {}{details}", condition.status))
+            let details = [&condition.reason, &condition.message]
+                .into_iter()
+                .flatten()
+                .cloned()
+                .collect::<Vec<_>>();
+            let details = if details.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", details.join(": "))
+            };
+            Some(format!(
+                "its condition Ready is {}{details}",
+                condition.status
+            ))
         }
         Some(_) if status.pod_ip.is_none() => Some("it has no podIP".to_owned()),
         Some(_) => None,
@@ -105,10 +138,18 @@ pub(super) fn unready_reason(pod: &Pod) -> Option<String> {
 /// Namespace and name.
 pub(super) fn name(pod: &Pod) -> String {
     let part = |part: &Option<String>| part.clone().unwrap_or_default();
-    format!("{}/{}", part(&pod.metadata.namespace), part(&pod.metadata.name))
+    format!(
+        "{}/{}",
+        part(&pod.metadata.namespace),
+        part(&pod.metadata.name)
+    )
 }
 
-fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Result<Vec<WorkerConfig>, String> {
+fn of_pod(
+    (uid, pod): (&str, &Pod),
+    address: IpAddr,
+    like: &Likeness<'_>,
+) -> Result<Vec<WorkerConfig>, String> {
     let label = |name: &str| pod.metadata.labels.as_ref()?.get(name).map(String::as_str);
     let role = label(&like.labels.role).map(role).transpose()?;
     let ids = match label(&like.labels.worker_id) {
@@ -116,7 +157,10 @@ fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Res
         None => made_ids((uid, pod), like)?,
     };
     let annotations = pod.metadata.annotations.as_ref();
-    let active = annotations.and_then(|all| all.get(&like.labels.active_ports).or_else(|| all.get(OLD_ACTIVE_PORTS)));
+    let active = annotations.and_then(|all| {
+        all.get(&like.labels.active_ports)
+            .or_else(|| all.get(OLD_ACTIVE_PORTS))
+    });
     let active = active.map(|list| ports(list)).transpose()?;
     let mut workers = Vec::new();
     for (rank, port) in (0u32..).zip(like.ports) {
@@ -125,15 +169,26 @@ fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Res
         }
         let id = ids[rank as usize];
         let rank = (like.ports.len() > 1).then_some(rank);
-        let mut worker = like.template.worker(id, SocketAddr::new(address.to_canonical(), port.get()), rank);
+        let mut worker = like.template.worker(
+            id,
+            SocketAddr::new(address.to_canonical(), port.get()),
+            rank,
+        );
         worker.name = Some(name(pod));
         worker.role = role.unwrap_or(worker.role);
         worker.taints.insert(pool_taint(like.pool));
-        worker.taints.extend(label(&like.labels.engine).map(|engine| format!("engine={engine}")));
-        let places = PLACES.into_iter().filter_map(|(place, domain)| Some((domain, label(place)?)));
+        worker
+            .taints
+            .extend(label(&like.labels.engine).map(|engine| format!("engine={engine}")));
+        let places = PLACES
+            .into_iter()
+            .filter_map(|(place, domain)| Some((domain, label(place)?)));
         let node = pod.spec.node_name.as_deref().map(|node| ("node", node));
         for (domain, value) in places.chain(node) {
-            worker.topology.entry(domain.to_owned()).or_insert_with(|| value.to_owned());
+            worker
+                .topology
+                .entry(domain.to_owned())
+                .or_insert_with(|| value.to_owned());
         }
         workers.push(worker);
     }
@@ -145,31 +200,53 @@ fn role(label: &str) -> Result<Role, String> {
         "prefill" => Ok(Role::Prefill),
         "decode" => Ok(Role::Decode),
         "both" | "prefill-decode" | "encode-prefill-decode" | "aggregated" => Ok(Role::Aggregated),
-        other => Err(format!("its role `{other}` is none of prefill, decode and both, so it gets no requests")),
+        other => Err(format!(
+            "its role `{other}` is none of prefill, decode and both, so it gets no requests"
+        )),
     }
 }
 
 fn told_ids(text: &str, ports: usize) -> Result<Vec<WorkerId>, String> {
-    let ids: Result<Vec<WorkerId>, _> = text.split('.').map(|id| id.parse().map(WorkerId)).collect();
+    let ids: Result<Vec<WorkerId>, _> =
+        text.split('.').map(|id| id.parse().map(WorkerId)).collect();
     match ids {
         Ok(ids) if ids.len() == ports => Ok(ids),
-        Ok(ids) => Err(format!("its label tells {} ids, and it has {ports} ports; give one id for each", ids.len())),
-        Err(_) => Err(format!("its label tells the id `{text}`, which is no number")),
+        Ok(ids) => Err(format!(
+            "its label tells {} ids, and it has {ports} ports; give one id for each",
+            ids.len()
+        )),
+        Err(_) => Err(format!(
+            "its label tells the id `{text}`, which is no number"
+        )),
     }
 }
 
 fn made_ids((uid, pod): (&str, &Pod), like: &Likeness<'_>) -> Result<Vec<WorkerId>, String> {
     match (like.ids, like.ports.len()) {
-        (Ids::PodUid, _) => Ok(like.ports.iter().map(|port| worker_id(uid, *port)).collect()),
-        (Ids::Dynamo, 0 | 1) => Ok(vec![dynamo_id(pod.metadata.name.as_deref().unwrap_or_default())]),
-        (Ids::Dynamo, ports) => Err(format!("Dynamo has one id for a pod, and it has {ports} ports")),
+        (Ids::PodUid, _) => Ok(like
+            .ports
+            .iter()
+            .map(|port| worker_id(uid, *port))
+            .collect()),
+        (Ids::Dynamo, 0 | 1) => Ok(vec![dynamo_id(
+            pod.metadata.name.as_deref().unwrap_or_default(),
+        )]),
+        (Ids::Dynamo, ports) => Err(format!(
+            "Dynamo has one id for a pod, and it has {ports} ports"
+        )),
     }
 }
 
 fn ports(list: &str) -> Result<Vec<NonZeroU16>, String> {
-    let port =
-        |port: &str| port.trim().parse().map_err(|_| format!("its annotation says that `{list}` are its active ports"));
-    list.split(',').filter(|port| !port.trim().is_empty()).map(port).collect()
+    let port = |port: &str| {
+        port.trim()
+            .parse()
+            .map_err(|_| format!("its annotation says that `{list}` are its active ports"))
+    };
+    list.split(',')
+        .filter(|port| !port.trim().is_empty())
+        .map(port)
+        .collect()
 }
 
 /// Who a pod's port is: of the pod's uid, which no other pod ever has, and the port. The same after a restart of ours and on every

@@ -20,13 +20,21 @@ impl Membership {
     /// As an InferencePool has it. One without selector would have every pod of the namespace, and has none.
     pub(super) fn of(pool: &InferencePool) -> Option<Self> {
         let selector = pool.spec.selector.match_labels.clone();
-        let ports = pool.spec.target_ports.iter().filter_map(|port| NonZeroU16::new(port.number)).collect();
+        let ports = pool
+            .spec
+            .target_ports
+            .iter()
+            .filter_map(|port| NonZeroU16::new(port.number))
+            .collect();
         (!selector.is_empty()).then_some(Self { selector, ports })
     }
 
     /// As it is configured, where no InferencePool is named.
     pub(super) fn configured(pool: &PodsConfig) -> Option<Self> {
-        let told = || Self { selector: pool.selector.clone(), ports: pool.ports.clone() };
+        let told = || Self {
+            selector: pool.selector.clone(),
+            ports: pool.ports.clone(),
+        };
         pool.name.is_none().then(told)
     }
 
@@ -56,7 +64,8 @@ impl Pods {
     /// The pods that take no requests, and why.
     pub(super) fn unready(&self) -> Vec<(String, String)> {
         let pods = self.store.objects().values();
-        pods.filter_map(|pod| Some((pods::name(pod), pods::unready_reason(pod)?))).collect()
+        pods.filter_map(|pod| Some((pods::name(pod), pods::unready_reason(pod)?)))
+            .collect()
     }
 
     /// There is no such pool, or no longer. Returns whether that removes workers.
@@ -78,7 +87,13 @@ impl Pods {
             return None;
         }
         let title = pool.title();
-        let like = Likeness { pool: &title, ports: &membership.ports, template: &pool.worker, labels, ids: pool.ids };
+        let like = Likeness {
+            pool: &title,
+            ports: &membership.ports,
+            template: &pool.worker,
+            labels,
+            ids: pool.ids,
+        };
         let (workers, mut problems) = pods::workers(self.store.objects(), &like, &mut self.used);
         problems.extend(self.store.unreadable().map(|object| object.describe("pod")));
         Some((workers, problems))

@@ -38,17 +38,27 @@ pub(super) struct ObjectReflector<K> {
 impl<K: DeserializeOwned + Send + 'static> ObjectReflector<K> {
     pub(super) fn new(client: ApiClient, query: ObjectQuery) -> Self {
         let states = ListWatch::new(client.deadline());
-        let requests = ObjectRequests { client, query, states, watch: None };
+        let requests = ObjectRequests {
+            client,
+            query,
+            states,
+            watch: None,
+        };
         let updates = stream::unfold(requests, async |mut requests| {
             let update = requests.next().await;
             let is_up = requests.states.is_up();
             Some(((update, is_up), requests))
         });
-        Self { updates: updates.boxed(), health: WatchHealth::Starting }
+        Self {
+            updates: updates.boxed(),
+            health: WatchHealth::Starting,
+        }
     }
 
     pub(super) async fn next(&mut self) -> WatchUpdate<K> {
-        let Some((update, is_up)) = self.updates.next().await else { return std::future::pending().await };
+        let Some((update, is_up)) = self.updates.next().await else {
+            return std::future::pending().await;
+        };
         match &update {
             WatchUpdate::Failed(error) => self.health = WatchHealth::Failed(error.clone()),
             WatchUpdate::Alive | WatchUpdate::Changed(_) if is_up => self.health = WatchHealth::Up,
@@ -130,7 +140,10 @@ impl ObjectRequests {
                 Some(WatchUpdate::Alive)
             }
             Some(WatchEvent::Failed(failure)) => {
-                let error = self.client.error(&self.query, ApiVerb::Watch, failure).await;
+                let error = self
+                    .client
+                    .error(&self.query, ApiVerb::Watch, failure)
+                    .await;
                 self.fail(error)
             }
             None => self.close().await,
@@ -142,13 +155,21 @@ impl ObjectRequests {
         if !self.states.on_closed(Instant::now(), rand::random()) {
             return None;
         }
-        let failure = super::error::RequestFailure::Transport("the watch ended at once, without an event".to_owned());
-        Some(WatchUpdate::Failed(self.client.error(&self.query, ApiVerb::Watch, failure).await))
+        let failure = super::error::RequestFailure::Transport(
+            "the watch ended at once, without an event".to_owned(),
+        );
+        Some(WatchUpdate::Failed(
+            self.client
+                .error(&self.query, ApiVerb::Watch, failure)
+                .await,
+        ))
     }
 
     fn fail<K>(&mut self, error: RequestError) -> Option<WatchUpdate<K>> {
         self.watch = None;
-        let is_reported = self.states.on_failure(error.failure_kind(), Instant::now(), rand::random());
+        let is_reported =
+            self.states
+                .on_failure(error.failure_kind(), Instant::now(), rand::random());
         is_reported.then_some(WatchUpdate::Failed(error))
     }
 }

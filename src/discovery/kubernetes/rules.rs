@@ -74,12 +74,17 @@ pub(super) type Objects<K> = BTreeMap<String, BTreeMap<String, K>>;
 /// What the objects say of our pools.
 pub(super) fn objectives(ours: &[OurPool], all: &Objects<Objective>) -> Vec<PoolObjective> {
     let of_pool = |pool: &OurPool| {
-        let objects = all.get(&pool.namespace).into_iter().flat_map(BTreeMap::values);
-        let own = objects.filter(|object| is_for(&object.spec.pool_ref, pool)).map(|object| PoolObjective {
-            pool: pool.title.clone(),
-            name: object.metadata.name.clone().unwrap_or_default(),
-            priority: object.spec.priority,
-        });
+        let objects = all
+            .get(&pool.namespace)
+            .into_iter()
+            .flat_map(BTreeMap::values);
+        let own = objects
+            .filter(|object| is_for(&object.spec.pool_ref, pool))
+            .map(|object| PoolObjective {
+                pool: pool.title.clone(),
+                name: object.metadata.name.clone().unwrap_or_default(),
+                priority: object.spec.priority,
+            });
         let mut own: Vec<PoolObjective> = own.collect();
         own.sort_by(|a, b| a.name.cmp(&b.name));
         own
@@ -89,18 +94,30 @@ pub(super) fn objectives(ours: &[OurPool], all: &Objects<Objective>) -> Vec<Pool
 
 /// The rules of all objects for our pools: those of the oldest first, and each object's in its order.
 pub(super) fn rewrites(ours: &[OurPool], all: &Objects<Rewrite>) -> Vec<PoolRewrite> {
-    let mut objects: Vec<(&String, &Rewrite)> =
-        all.iter().flat_map(|(namespace, objects)| objects.values().map(move |object| (namespace, object))).collect();
+    let mut objects: Vec<(&String, &Rewrite)> = all
+        .iter()
+        .flat_map(|(namespace, objects)| objects.values().map(move |object| (namespace, object)))
+        .collect();
     let age = |object: &Rewrite| object.metadata.creation_timestamp.clone();
     objects.sort_by(|(a_in, a), (b_in, b)| {
         let aged = (age(a).is_none(), age(a)).cmp(&(age(b).is_none(), age(b)));
         aged.then_with(|| (a_in, &a.metadata.name).cmp(&(b_in, &b.metadata.name)))
     });
     let of_object = |(namespace, object): (&String, &Rewrite)| {
-        let name = format!("{namespace}/{}", object.metadata.name.as_deref().unwrap_or_default());
-        let pools = ours.iter().filter(|pool| pool.namespace == *namespace && is_for(&object.spec.pool_ref, pool));
+        let name = format!(
+            "{namespace}/{}",
+            object.metadata.name.as_deref().unwrap_or_default()
+        );
+        let pools = ours
+            .iter()
+            .filter(|pool| pool.namespace == *namespace && is_for(&object.spec.pool_ref, pool));
         let rules = |pool: &OurPool| {
-            object.spec.rules.iter().filter_map(|rule| usable(rule, &pool.title, &name)).collect::<Vec<_>>()
+            object
+                .spec
+                .rules
+                .iter()
+                .filter_map(|rule| usable(rule, &pool.title, &name))
+                .collect::<Vec<_>>()
         };
         pools.flat_map(rules).collect::<Vec<_>>()
     };
@@ -115,12 +132,22 @@ fn is_for(pool_ref: &PoolRef, pool: &OurPool) -> bool {
 
 /// A rule, unless it fits nothing or leads nowhere. One that asks for what we do not know fits nothing.
 fn usable(rule: &Rule, pool: &Arc<str>, object: &str) -> Option<PoolRewrite> {
-    let known = rule.matches.iter().filter_map(|wanted| wanted.model.as_ref());
-    let exact = known.filter(|model| model.kind.as_deref().unwrap_or("Exact") == "Exact" && !model.value.is_empty());
+    let known = rule
+        .matches
+        .iter()
+        .filter_map(|wanted| wanted.model.as_ref());
+    let exact = known.filter(|model| {
+        model.kind.as_deref().unwrap_or("Exact") == "Exact" && !model.value.is_empty()
+    });
     let models: Vec<String> = exact.map(|model| model.value.clone()).collect();
-    let targets = rule.targets.iter().filter(|target| !target.model_rewrite.is_empty());
+    let targets = rule
+        .targets
+        .iter()
+        .filter(|target| !target.model_rewrite.is_empty());
     let weight = |weight: i64| u32::try_from(weight.max(0)).unwrap_or(u32::MAX);
-    let to: Vec<_> = targets.map(|target| (target.model_rewrite.clone(), target.weight.map(weight))).collect();
+    let to: Vec<_> = targets
+        .map(|target| (target.model_rewrite.clone(), target.weight.map(weight)))
+        .collect();
     let fits_something = rule.matches.is_empty() || !models.is_empty();
     (fits_something && !to.is_empty()).then(|| PoolRewrite {
         pool: pool.clone(),

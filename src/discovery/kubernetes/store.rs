@@ -16,7 +16,10 @@ pub(super) struct UnreadableObject {
 impl UnreadableObject {
     /// A sentence for the log.
     pub(super) fn describe(&self, kind: &str) -> String {
-        format!("{kind} {} cannot be read, so it is ignored: {}", self.name, self.reason)
+        format!(
+            "{kind} {} cannot be read, so it is ignored: {}",
+            self.name, self.reason
+        )
     }
 }
 
@@ -47,17 +50,38 @@ struct IdentityMetadata {
 impl<K: DeserializeOwned> ReceivedObject<K> {
     /// Reads one object from its JSON text.
     pub(super) fn parse(text: &str) -> Self {
-        let identity = serde_json::from_str::<ObjectIdentity>(text).map(|identity| identity.metadata);
-        let IdentityMetadata { namespace, name, uid, resource_version } = identity.unwrap_or_default();
-        let name = format!("{}/{}", namespace.unwrap_or_default(), name.unwrap_or_default());
+        let identity =
+            serde_json::from_str::<ObjectIdentity>(text).map(|identity| identity.metadata);
+        let IdentityMetadata {
+            namespace,
+            name,
+            uid,
+            resource_version,
+        } = identity.unwrap_or_default();
+        let name = format!(
+            "{}/{}",
+            namespace.unwrap_or_default(),
+            name.unwrap_or_default()
+        );
         let object = serde_json::from_str(text);
         let object = object.map_err(|error: serde_json::Error| {
             // The position is that in a text that only the API server has.
             let reason = error.to_string();
-            let reason = reason.split(" at line ").next().unwrap_or_default().to_owned();
-            UnreadableObject { name: name.clone(), reason }
+            let reason = reason
+                .split(" at line ")
+                .next()
+                .unwrap_or_default()
+                .to_owned();
+            UnreadableObject {
+                name: name.clone(),
+                reason,
+            }
         });
-        Self { uid: uid.unwrap_or(name), resource_version, object }
+        Self {
+            uid: uid.unwrap_or(name),
+            resource_version,
+            object,
+        }
     }
 }
 
@@ -81,7 +105,11 @@ pub(super) struct ObjectStore<K> {
 
 impl<K> Default for ObjectStore<K> {
     fn default() -> Self {
-        Self { objects: BTreeMap::new(), unreadable: BTreeMap::new(), is_listed: false }
+        Self {
+            objects: BTreeMap::new(),
+            unreadable: BTreeMap::new(),
+            is_listed: false,
+        }
     }
 }
 
@@ -89,7 +117,10 @@ impl<K> ObjectStore<K> {
     pub(super) fn apply(&mut self, change: ObjectChange<K>) {
         match change {
             ObjectChange::Listed(all) => {
-                *self = Self { is_listed: true, ..Self::default() };
+                *self = Self {
+                    is_listed: true,
+                    ..Self::default()
+                };
                 all.into_iter().for_each(|object| self.insert(object));
             }
             ObjectChange::Applied(object) => self.insert(object),
@@ -112,7 +143,10 @@ impl<K> ObjectStore<K> {
 
     /// Removes all objects. Whether they were listed once stays known.
     pub(super) fn clear(&mut self) {
-        *self = Self { is_listed: self.is_listed, ..Self::default() };
+        *self = Self {
+            is_listed: self.is_listed,
+            ..Self::default()
+        };
     }
 
     pub(super) fn is_listed(&self) -> bool {
@@ -137,19 +171,28 @@ mod tests {
 
     fn pod(uid: &str, ip: &str) -> ReceivedObject<Pod> {
         let metadata = json!({"namespace": "n", "name": uid, "uid": uid, "resourceVersion": "5"});
-        let object = json!({"metadata": metadata, "spec": {}, "status": {"phase": "Running", "podIP": ip}});
+        let object =
+            json!({"metadata": metadata, "spec": {}, "status": {"phase": "Running", "podIP": ip}});
         ReceivedObject::parse(&object.to_string())
     }
 
     #[test]
     fn unreadable_pod_leaves_others_in_store() {
         let mut store = ObjectStore::default();
-        store.apply(ObjectChange::Listed(vec![pod("a", "10.0.0.1"), pod("odd", "010.000.001.007")]));
+        store.apply(ObjectChange::Listed(vec![
+            pod("a", "10.0.0.1"),
+            pod("odd", "010.000.001.007"),
+        ]));
         assert_eq!(store.objects().keys().collect::<Vec<_>>(), ["a"]);
-        let problems: Vec<_> = store.unreadable().map(|object| object.describe("pod")).collect();
+        let problems: Vec<_> = store
+            .unreadable()
+            .map(|object| object.describe("pod"))
+            .collect();
         assert_eq!(
             problems,
-            ["pod n/odd cannot be read, so it is ignored: podIP `010.000.001.007` is not an IP address"]
+            [
+                "pod n/odd cannot be read, so it is ignored: podIP `010.000.001.007` is not an IP address"
+            ]
         );
         // One that becomes unreadable is gone, and back when it can be read.
         store.apply(ObjectChange::Applied(pod("a", "300.1.1.1")));
@@ -165,6 +208,9 @@ mod tests {
         let received: ReceivedObject<Objective> = ReceivedObject::parse(&text);
         assert_eq!(received.uid, "u");
         let problem = received.object.unwrap_err().describe("InferenceObjective");
-        assert_eq!(problem, "InferenceObjective n/empty cannot be read, so it is ignored: missing field `spec`");
+        assert_eq!(
+            problem,
+            "InferenceObjective n/empty cannot be read, so it is ignored: missing field `spec`"
+        );
     }
 }

@@ -56,9 +56,16 @@ pub async fn watch(
 }
 
 /// Lists the workers once.
-pub async fn look(config: &KubernetesConfig, models: &[ServedModel]) -> anyhow::Result<Vec<Worker>> {
+pub async fn look(
+    config: &KubernetesConfig,
+    models: &[ServedModel],
+) -> anyhow::Result<Vec<Worker>> {
     let report = inspect(config, models, config.silence.get()).await;
-    match report.pools.iter().find_map(|pool| Some((pool, pool.failure.as_ref()?))) {
+    match report
+        .pools
+        .iter()
+        .find_map(|pool| Some((pool, pool.failure.as_ref()?)))
+    {
         Some((pool, failure)) => anyhow::bail!("pool {}: {failure}", pool.title),
         None => Ok(report.workers),
     }
@@ -103,7 +110,12 @@ struct PoolWatch<'a> {
 }
 
 impl<'a> PoolWatch<'a> {
-    fn new(config: &'a KubernetesConfig, pool: &'a PodsConfig, client: &'a ApiClient, metrics: &Arc<Metrics>) -> Self {
+    fn new(
+        config: &'a KubernetesConfig,
+        pool: &'a PodsConfig,
+        client: &'a ApiClient,
+        metrics: &Arc<Metrics>,
+    ) -> Self {
         let query = |name: &String| ObjectQuery {
             resource: objects::inference_pools(),
             namespace: pool.namespace.clone(),
@@ -114,7 +126,10 @@ impl<'a> PoolWatch<'a> {
             config,
             pool,
             client,
-            pools: pool.name.as_ref().map(|name| ObjectReflector::new(client.clone(), query(name))),
+            pools: pool
+                .name
+                .as_ref()
+                .map(|name| ObjectReflector::new(client.clone(), query(name))),
             pods: None,
             membership: None,
             pool_problem: None,
@@ -157,10 +172,21 @@ impl<'a> PoolWatch<'a> {
     }
 
     fn on_pool(&mut self, update: WatchUpdate<InferencePool>) -> bool {
-        let WatchUpdate::Changed(change) = update else { return false };
+        let WatchUpdate::Changed(change) = update else {
+            return false;
+        };
         self.inference_pools.apply(change);
-        let unreadable = self.inference_pools.unreadable().next().map(|object| object.reason.clone());
-        let membership = self.inference_pools.objects().values().next().map(Membership::of);
+        let unreadable = self
+            .inference_pools
+            .unreadable()
+            .next()
+            .map(|object| object.reason.clone());
+        let membership = self
+            .inference_pools
+            .objects()
+            .values()
+            .next()
+            .map(Membership::of);
         match (unreadable, membership) {
             (Some(reason), _) => {
                 // The last known selector stays in use.
@@ -175,7 +201,9 @@ impl<'a> PoolWatch<'a> {
     }
 
     fn on_pods(&mut self, update: WatchUpdate<Pod>) -> bool {
-        let WatchUpdate::Changed(change) = update else { return false };
+        let WatchUpdate::Changed(change) = update else {
+            return false;
+        };
         self.found.apply(change);
         true
     }
@@ -183,11 +211,18 @@ impl<'a> PoolWatch<'a> {
     /// Publishes the condition of the watches, with the first problem.
     fn report_health(&mut self) {
         let none = WatchHealth::Starting;
-        let pools = self.pools.as_ref().map_or(&WatchHealth::Up, ObjectReflector::health);
+        let pools = self
+            .pools
+            .as_ref()
+            .map_or(&WatchHealth::Up, ObjectReflector::health);
         let pods = self.pods.as_ref().map_or(&none, ObjectReflector::health);
         match (pools, &self.pool_problem, pods) {
             (WatchHealth::Failed(error), ..) | (_, None, WatchHealth::Failed(error)) => {
-                if !self.reported_error.as_ref().is_some_and(|reported| error.has_cause_of(reported)) {
+                if !self
+                    .reported_error
+                    .as_ref()
+                    .is_some_and(|reported| error.has_cause_of(reported))
+                {
                     self.standing.bad(&error.to_string());
                     self.reported_error = Some(error.clone());
                 }
@@ -205,7 +240,14 @@ impl<'a> PoolWatch<'a> {
     fn select(&mut self, membership: Membership) {
         self.pool_problem = None;
         let selector = membership.label_selector();
-        if self.pods.is_none() || self.membership.as_ref().map(Membership::label_selector).as_ref() != Some(&selector) {
+        if self.pods.is_none()
+            || self
+                .membership
+                .as_ref()
+                .map(Membership::label_selector)
+                .as_ref()
+                != Some(&selector)
+        {
             let query = ObjectQuery {
                 resource: objects::pods(),
                 namespace: self.pool.namespace.clone(),
@@ -221,7 +263,11 @@ impl<'a> PoolWatch<'a> {
     fn clear(&mut self, reason: &str) {
         let removed_before = matches!(self.pool_problem, Some(PoolProblem::WorkersRemoved(_)));
         let removed = self.found.clear() || removed_before;
-        let problem = if removed { PoolProblem::WorkersRemoved } else { PoolProblem::WorkersKept };
+        let problem = if removed {
+            PoolProblem::WorkersRemoved
+        } else {
+            PoolProblem::WorkersKept
+        };
         self.pool_problem = Some(problem(reason.to_owned()));
         self.membership = None;
         self.pods = None;
@@ -229,7 +275,9 @@ impl<'a> PoolWatch<'a> {
 
     fn workers(&mut self) -> Option<Vec<WorkerConfig>> {
         let membership = self.membership.clone().unwrap_or_default();
-        let (workers, odd) = self.found.workers(&membership, self.pool, &self.config.labels)?;
+        let (workers, odd) = self
+            .found
+            .workers(&membership, self.pool, &self.config.labels)?;
         tell(&mut self.odd, odd);
         Some(workers)
     }

@@ -21,7 +21,10 @@ use crate::worker::Endpoint;
 const LONG: Duration = Duration::from_secs(60);
 
 fn config() -> EnginesConfig {
-    EnginesConfig { deadline: Period(LONG), ..EnginesConfig::default() }
+    EnginesConfig {
+        deadline: Period(LONG),
+        ..EnginesConfig::default()
+    }
 }
 
 fn client() -> EngineClient {
@@ -39,7 +42,8 @@ impl Engine {
     async fn answering(each: &'static [usize], hangs_up_after: Duration) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = EngineUrl::http(Endpoint(listener.local_addr().unwrap()));
-        let (connections, questions) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let (connections, questions) =
+            (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
         let (connected, asked) = (connections.clone(), questions.clone());
         tokio::spawn(async move {
             while let Ok((mut socket, _)) = listener.accept().await {
@@ -51,7 +55,8 @@ impl Engine {
                             return;
                         }
                         asked.fetch_add(1, Ordering::SeqCst);
-                        let answer = "HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{\"version\":\"1\"}";
+                        let answer =
+                            "HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{\"version\":\"1\"}";
                         socket.write_all(answer.as_bytes()).await.unwrap();
                     }
                     if socket.read(&mut [0; 4096]).await.unwrap_or(0) > 0 {
@@ -61,18 +66,32 @@ impl Engine {
                 });
             }
         });
-        Self { url, connections, questions }
+        Self {
+            url,
+            connections,
+            questions,
+        }
     }
 
     fn seen(&self) -> (usize, usize) {
-        (self.connections.load(Ordering::SeqCst), self.questions.load(Ordering::SeqCst))
+        (
+            self.connections.load(Ordering::SeqCst),
+            self.questions.load(Ordering::SeqCst),
+        )
     }
 }
 
 fn forwarded(engine: &EngineUrl, again: bool) -> Forwarded<'_> {
     let body = || Body::from("{}");
     let headers = HeaderMap::new();
-    Forwarded { engine, path: "v1/completions", headers, body: body(), again: again.then(body), deadline: LONG }
+    Forwarded {
+        engine,
+        path: "v1/completions",
+        headers,
+        body: body(),
+        again: again.then(body),
+        deadline: LONG,
+    }
 }
 
 #[tokio::test]
@@ -83,14 +102,22 @@ async fn who_lets_nobody_in_is_not_there_long_before_an_answer_would_be_late() {
     let _listener = socket.listen(1).unwrap();
     // As many as wait to be accepted; the system does not answer the next one, as one that is switched off.
     let mut waiting = Vec::new();
-    while let Ok(connected) = timeout(Duration::from_millis(300), TcpStream::connect(address)).await {
+    while let Ok(connected) = timeout(Duration::from_millis(300), TcpStream::connect(address)).await
+    {
         waiting.push(connected.unwrap());
         assert!(waiting.len() < 100);
     }
     let began = Instant::now();
-    let error = client().version(&EngineUrl::http(Endpoint(address))).await.unwrap_err();
+    let error = client()
+        .version(&EngineUrl::http(Endpoint(address)))
+        .await
+        .unwrap_err();
     assert!(matches!(error, EngineError::Unreachable(_)), "{error:?}");
-    assert!(began.elapsed() >= CONNECT && began.elapsed() < CONNECT * 5, "{:?}", began.elapsed());
+    assert!(
+        began.elapsed() >= CONNECT && began.elapsed() < CONNECT * 5,
+        "{:?}",
+        began.elapsed()
+    );
 }
 
 #[tokio::test]
@@ -121,12 +148,23 @@ async fn a_question_whose_connection_was_just_being_closed_is_asked_again_if_tha
         let engine = Engine::answering(&[1, usize::MAX], Duration::ZERO).await;
         client.version(&engine.url).await.unwrap();
         let answered = client.forward(forwarded(&engine.url, again)).await;
-        assert_eq!((answered.is_ok(), engine.seen()), (again, seen), "{answered:?}");
+        assert_eq!(
+            (answered.is_ok(), engine.seen()),
+            (again, seen),
+            "{answered:?}"
+        );
     }
     // Once only.
     let engine = Engine::answering(&[1, 0], Duration::ZERO).await;
     client.version(&engine.url).await.unwrap();
-    assert_eq!(client.forward(forwarded(&engine.url, true)).await.unwrap_err().label(), "unreachable");
+    assert_eq!(
+        client
+            .forward(forwarded(&engine.url, true))
+            .await
+            .unwrap_err()
+            .label(),
+        "unreachable"
+    );
     assert_eq!(engine.seen(), (2, 3));
 }
 
@@ -135,7 +173,14 @@ async fn an_engine_that_dies_over_a_question_is_not_asked_it_again() {
     let engine = Engine::answering(&[1, usize::MAX], AT_ONCE * 2).await;
     let client = client();
     client.version(&engine.url).await.unwrap();
-    assert_eq!(client.forward(forwarded(&engine.url, true)).await.unwrap_err().label(), "unreachable");
+    assert_eq!(
+        client
+            .forward(forwarded(&engine.url, true))
+            .await
+            .unwrap_err()
+            .label(),
+        "unreachable"
+    );
     assert_eq!(engine.seen(), (1, 2));
 }
 
@@ -165,7 +210,8 @@ async fn way_to(server: SocketAddr, frozen: watch::Receiver<bool>) -> SocketAddr
 }
 
 #[tokio::test]
-async fn a_shared_connection_to_a_machine_that_has_gone_is_given_up_although_it_is_used_all_the_time() {
+async fn a_shared_connection_to_a_machine_that_has_gone_is_given_up_although_it_is_used_all_the_time()
+ {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let server = listener.local_addr().unwrap();
     let routes = Router::new().route("/tokenize", post(async || r#"{"tokens":[1]}"#));
@@ -174,14 +220,27 @@ async fn a_shared_connection_to_a_machine_that_has_gone_is_given_up_although_it_
     tokio::spawn(async { serving.serve_with_incoming(incoming).await });
     let (freeze, frozen) = watch::channel(false);
     let url = EngineUrl::http(Endpoint(way_to(server, frozen).await));
-    let client = EngineClient::new(&EnginesConfig { scheme: Scheme::H2c, ..config() }).unwrap();
-    let ask = async |patience| client.tokenize(&url, Bytes::from_static(b"{}"), patience).await;
+    let client = EngineClient::new(&EnginesConfig {
+        scheme: Scheme::H2c,
+        ..config()
+    })
+    .unwrap();
+    let ask = async |patience| {
+        client
+            .tokenize(&url, Bytes::from_static(b"{}"), patience)
+            .await
+    };
     assert_eq!(ask(LONG).await.unwrap().tokens, [1]);
     freeze.send(true).unwrap();
     let patience = Duration::from_millis(300);
-    assert!(matches!(ask(patience).await, Err(EngineError::Timeout)), "nobody is there");
+    assert!(
+        matches!(ask(patience).await, Err(EngineError::Timeout)),
+        "nobody is there"
+    );
     let answered = async { while ask(patience).await.is_err() {} };
-    timeout(LONG / 2, answered).await.expect("another connection is made");
+    timeout(LONG / 2, answered)
+        .await
+        .expect("another connection is made");
 }
 
 #[tokio::test]
@@ -191,8 +250,12 @@ async fn our_token_is_lent_to_requests_without_one_only_where_the_configuration_
     std::fs::write(&token_file, "ours").unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = EngineUrl::http(Endpoint(listener.local_addr().unwrap()));
-    let echo =
-        async |headers: HeaderMap| headers.get(AUTHORIZATION).cloned().map_or(Vec::new(), |it| it.as_bytes().to_vec());
+    let echo = async |headers: HeaderMap| {
+        headers
+            .get(AUTHORIZATION)
+            .cloned()
+            .map_or(Vec::new(), |it| it.as_bytes().to_vec())
+    };
     let routes = Router::new().fallback(post(echo));
     tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
     let theirs = HeaderValue::from_static("Bearer theirs");
@@ -203,10 +266,20 @@ async fn our_token_is_lent_to_requests_without_one_only_where_the_configuration_
         (Some(&token_file), true, Some(&theirs), "Bearer theirs"),
         (None, false, None, ""),
     ] {
-        let config = EnginesConfig { token_file: token_file.cloned(), lend_token, ..config() };
+        let config = EnginesConfig {
+            token_file: token_file.cloned(),
+            lend_token,
+            ..config()
+        };
         let client = EngineClient::new(&config).unwrap();
         let mut request = forwarded(&url, true);
-        request.headers.extend(brought.map(|value| (AUTHORIZATION, value.clone())));
-        assert_eq!(client.forward(request).await.unwrap(), expected, "{config:?} {brought:?}");
+        request
+            .headers
+            .extend(brought.map(|value| (AUTHORIZATION, value.clone())));
+        assert_eq!(
+            client.forward(request).await.unwrap(),
+            expected,
+            "{config:?} {brought:?}"
+        );
     }
 }

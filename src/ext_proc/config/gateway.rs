@@ -67,13 +67,22 @@ impl GatewayConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         for (field, names) in self.names.given() {
-            for (at, name) in names.iter().enumerate().filter(|(_, name)| !is_header_name(name)) {
-                let text = format!("`{name}` is not the name of a header; write for example x-worker-instance-id");
+            for (at, name) in names
+                .iter()
+                .enumerate()
+                .filter(|(_, name)| !is_header_name(name))
+            {
+                let text = format!(
+                    "`{name}` is not the name of a header; write for example x-worker-instance-id"
+                );
                 problems.push(Problem::at(["names".into(), field.into(), at.into()], text));
             }
         }
         if self.fallbacks > Self::MOST_FALLBACKS {
-            let text = format!("more than {} endpoints help nobody; the default is 0", Self::MOST_FALLBACKS);
+            let text = format!(
+                "more than {} endpoints help nobody; the default is 0",
+                Self::MOST_FALLBACKS
+            );
             problems.push(Problem::of("fallbacks", text));
         }
         problems
@@ -122,7 +131,13 @@ impl FromStr for Observe {
     type Err = NotObservable;
 
     fn from_str(text: &str) -> Result<Self, NotObservable> {
-        let share = || text.strip_prefix("sampled(")?.strip_suffix(')')?.trim().parse::<f64>().ok();
+        let share = || {
+            text.strip_prefix("sampled(")?
+                .strip_suffix(')')?
+                .trim()
+                .parse::<f64>()
+                .ok()
+        };
         match text {
             "off" => Ok(Observe::Off),
             "first_token" => Ok(Observe::FirstToken),
@@ -195,7 +210,16 @@ mod tests {
         for text in ["off", "first_token", "usage", "sampled(0.25)", "sampled(1)"] {
             assert_eq!(text.parse::<Observe>().unwrap().to_string(), text);
         }
-        for text in ["", "on", "sampled", "sampled()", "sampled(2)", "sampled(-1)", "sampled(NaN)", "sampled(x)"] {
+        for text in [
+            "",
+            "on",
+            "sampled",
+            "sampled()",
+            "sampled(2)",
+            "sampled(-1)",
+            "sampled(NaN)",
+            "sampled(x)",
+        ] {
             assert!(text.parse::<Observe>().is_err(), "{text}");
         }
     }

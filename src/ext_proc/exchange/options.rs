@@ -71,13 +71,21 @@ pub struct ServingWorker {
 
 impl From<WorkerRank> for ServingWorker {
     fn from(rank: WorkerRank) -> Self {
-        Self { worker: rank.worker, rank: Some(rank.rank) }
+        Self {
+            worker: rank.worker,
+            rank: Some(rank.rank),
+        }
     }
 }
 
 impl Options {
     /// What the response says of how the request was routed.
-    pub(super) fn tell(&self, steer: &Steer, served_by: Option<ServingWorker>, changes: &mut HeaderChanges) {
+    pub(super) fn tell(
+        &self,
+        steer: &Steer,
+        served_by: Option<ServingWorker>,
+        changes: &mut HeaderChanges,
+    ) {
         if self.answers.mode {
             changes.set(headers::MODE, steer.mode.as_str().to_owned());
         }
@@ -92,7 +100,10 @@ impl Options {
             changes.set(headers::PREFILL_ID, to.rank.worker.to_string());
             changes.set(headers::PREFILL_RANK, to.rank.rank.to_string());
         }
-        if let Some(tokens) = steer.predicted_cached_tokens.filter(|_| self.answers.prediction) {
+        if let Some(tokens) = steer
+            .predicted_cached_tokens
+            .filter(|_| self.answers.prediction)
+        {
             changes.set(headers::PREDICTED, tokens.to_string());
         }
         if let Some(why) = steer.why.as_ref().filter(|_| self.answers.why) {

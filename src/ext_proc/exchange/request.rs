@@ -32,7 +32,12 @@ pub(super) enum Owed {
     /// The answer to the whole body.
     Body,
     /// The answer to the headers, every byte gathered, and what came after that.
-    Duplex { head: RequestHead, body: Bytes, more: BytesMut, end: DuplexEnd },
+    Duplex {
+        head: RequestHead,
+        body: Bytes,
+        more: BytesMut,
+        end: DuplexEnd,
+    },
 }
 
 /// What follows an answer to the headers.
@@ -60,7 +65,10 @@ impl RequestSide {
 
     /// Whether Envoy waits, and gives up after a time.
     pub(super) fn is_waited_for(&self) -> bool {
-        matches!(self, RequestSide::Routing(Owed::Headers { .. } | Owed::Body))
+        matches!(
+            self,
+            RequestSide::Routing(Owed::Headers { .. } | Owed::Body)
+        )
     }
 
     pub(super) fn held(&self) -> usize {
@@ -77,32 +85,52 @@ impl RequestSide {
         }
     }
 
-    pub(super) fn on_headers(&mut self, context: &Context, mut head: RequestHead, end: bool) -> Vec<Effect> {
+    pub(super) fn on_headers(
+        &mut self,
+        context: &Context,
+        mut head: RequestHead,
+        end: bool,
+    ) -> Vec<Effect> {
         if !matches!(self, RequestSide::Start) {
             return Vec::new();
         }
         if head.request_id.is_empty() {
             head.request_id.clone_from(&context.start.request_id);
         }
-        let wanted = context.options.paths.of(&head.path, |name| head.get(name)).is_some_and(Api::wants_body);
+        let wanted = context
+            .options
+            .paths
+            .of(&head.path, |name| head.get(name))
+            .is_some_and(Api::wants_body);
         let then = match context.modes.request {
             _ if end => Then::End,
             BodyMode::None => Then::End,
             BodyMode::Streamed | BodyMode::Grpc => Then::Relay,
             BodyMode::FullDuplex if !wanted => {
                 let (body, more) = (Bytes::new(), BytesMut::new());
-                *self = RequestSide::Routing(Owed::Duplex { head: head.clone(), body, more, end: DuplexEnd::Open });
+                *self = RequestSide::Routing(Owed::Duplex {
+                    head: head.clone(),
+                    body,
+                    more,
+                    end: DuplexEnd::Open,
+                });
                 return vec![context.inbound(head, Body::Unseen)];
             }
             BodyMode::Buffered | BodyMode::BufferedPartial if !wanted => Then::Spare,
             BodyMode::FullDuplex => {
-                *self = RequestSide::Gather { head, body: Pieces::default() };
+                *self = RequestSide::Gather {
+                    head,
+                    body: Pieces::default(),
+                };
                 return Vec::new();
             }
             BodyMode::Buffered | BodyMode::BufferedPartial => {
                 let mut changes = HeaderChanges::removing(context.options.contract.forged(&head));
                 name(&head, &mut changes);
-                *self = RequestSide::Gather { head, body: Pieces::default() };
+                *self = RequestSide::Gather {
+                    head,
+                    body: Pieces::default(),
+                };
                 return reply_with(mutation::go_on(To::RequestHeaders, changes));
             }
         };
@@ -111,7 +139,10 @@ impl RequestSide {
             Then::Relay => Body::Streamed,
             Then::End | Then::Spare => Body::Unseen,
         };
-        *self = RequestSide::Routing(Owed::Headers { head: head.clone(), then });
+        *self = RequestSide::Routing(Owed::Headers {
+            head: head.clone(),
+            then,
+        });
         vec![context.inbound(head, body)]
     }
 
@@ -124,11 +155,23 @@ impl RequestSide {
                 if !duplex || end || body.len() > context.options.body_limit {
                     // A buffered body without an end is followed by trailers; one that did not fit, by its rest.
                     let cut = context.modes.request == BodyMode::BufferedPartial && !end;
-                    return self.route_gathered(context, if end { DuplexEnd::Body } else { DuplexEnd::Open }, cut);
+                    return self.route_gathered(
+                        context,
+                        if end {
+                            DuplexEnd::Body
+                        } else {
+                            DuplexEnd::Open
+                        },
+                        cut,
+                    );
                 }
                 Vec::new()
             }
-            RequestSide::Routing(Owed::Duplex { more, end: ended @ DuplexEnd::Open, .. }) => {
+            RequestSide::Routing(Owed::Duplex {
+                more,
+                end: ended @ DuplexEnd::Open,
+                ..
+            }) => {
                 more.extend_from_slice(&piece.body);
                 if end {
                     *ended = DuplexEnd::Body;
@@ -159,7 +202,10 @@ impl RequestSide {
             }
             RequestSide::Routing(_) => Vec::new(),
             // While a buffered body is waited for, trailers mean that there is none.
-            RequestSide::Gather { .. } | RequestSide::Start | RequestSide::Relay | RequestSide::Ended => {
+            RequestSide::Gather { .. }
+            | RequestSide::Start
+            | RequestSide::Relay
+            | RequestSide::Ended => {
                 *self = RequestSide::Ended;
                 reply_with(mutation::request_trailers())
             }
@@ -185,14 +231,25 @@ impl RequestSide {
 
     /// Asks for a route without the body, if Envoy buffers it. The body exceeds the size limit of messages.
     pub(super) fn on_oversize_body(&mut self, context: &Context) -> Vec<Effect> {
-        let RequestSide::Gather { head, .. } = self else { return Vec::new() };
+        let RequestSide::Gather { head, .. } = self else {
+            return Vec::new();
+        };
         if context.modes.request.is_sent_back() {
             return Vec::new();
         }
         let head = std::mem::take(head);
         *self = RequestSide::Routing(Owed::Body);
-        let bytes = head.content_length.unwrap_or(0).max(context.options.body_limit as u64 + 1);
-        vec![context.inbound(head, Body::TooLarge { shown: Bytes::new(), bytes })]
+        let bytes = head
+            .content_length
+            .unwrap_or(0)
+            .max(context.options.body_limit as u64 + 1);
+        vec![context.inbound(
+            head,
+            Body::TooLarge {
+                shown: Bytes::new(),
+                bytes,
+            },
+        )]
     }
 
     /// Asks for a route with the body gathered so far.
@@ -204,20 +261,33 @@ impl RequestSide {
         let shown = match body.len() {
             length if length > context.options.body_limit => {
                 let bytes = head.content_length.unwrap_or(0).max(length as u64);
-                Body::TooLarge { shown: body.clone(), bytes }
+                Body::TooLarge {
+                    shown: body.clone(),
+                    bytes,
+                }
             }
-            _ if cut => Body::Cut { shown: body.clone(), length: head.content_length },
+            _ if cut => Body::Cut {
+                shown: body.clone(),
+                length: head.content_length,
+            },
             _ => Body::Whole(body.clone()),
         };
         *self = RequestSide::Routing(match context.modes.request {
-            BodyMode::FullDuplex => Owed::Duplex { head: head.clone(), body, more: BytesMut::new(), end },
+            BodyMode::FullDuplex => Owed::Duplex {
+                head: head.clone(),
+                body,
+                more: BytesMut::new(),
+                end,
+            },
             _ => Owed::Body,
         });
         vec![context.inbound(head, shown)]
     }
 
     pub(super) fn on_route(&mut self, context: &Context, directions: &Directions) -> Vec<Effect> {
-        let RequestSide::Routing(owed) = std::mem::replace(self, RequestSide::Ended) else { return Vec::new() };
+        let RequestSide::Routing(owed) = std::mem::replace(self, RequestSide::Ended) else {
+            return Vec::new();
+        };
         match owed {
             Owed::Headers { head, then } => {
                 if then != Then::End {
@@ -225,7 +295,11 @@ impl RequestSide {
                     *self = RequestSide::Relay;
                 }
                 let reply = header_answer(context, &head, directions, None);
-                reply_with(if then == Then::Spare { mutation::without_request_body(reply) } else { reply })
+                reply_with(if then == Then::Spare {
+                    mutation::without_request_body(reply)
+                } else {
+                    reply
+                })
             }
             Owed::Body => {
                 // What the client forged was removed in the answer to the headers.
@@ -240,8 +314,14 @@ impl RequestSide {
                     None => reply,
                 })
             }
-            Owed::Duplex { head, body, more, end } => {
-                let (effects, open) = duplex(context, &head, directions, Gathered { body, more, end });
+            Owed::Duplex {
+                head,
+                body,
+                more,
+                end,
+            } => {
+                let (effects, open) =
+                    duplex(context, &head, directions, Gathered { body, more, end });
                 if open {
                     *self = RequestSide::Relay;
                 }
@@ -271,12 +351,17 @@ impl Pieces {
             self.first = piece;
             return;
         }
-        self.more.extend_from_slice(&std::mem::take(&mut self.first));
+        self.more
+            .extend_from_slice(&std::mem::take(&mut self.first));
         self.more.extend_from_slice(&piece);
     }
 
     fn whole(self) -> Bytes {
-        if self.more.is_empty() { self.first } else { self.more.freeze() }
+        if self.more.is_empty() {
+            self.first
+        } else {
+            self.more.freeze()
+        }
     }
 }
 
@@ -302,7 +387,12 @@ impl Gathered {
 }
 
 /// The answers to a full-duplex request: headers, then every byte, then the end. Beside them whether more will come.
-fn duplex(context: &Context, head: &RequestHead, directions: &Directions, gathered: Gathered) -> (Vec<Effect>, bool) {
+fn duplex(
+    context: &Context,
+    head: &RequestHead,
+    directions: &Directions,
+    gathered: Gathered,
+) -> (Vec<Effect>, bool) {
     let edit = directions.edit.as_ref().map(|edit| &edit.body);
     let length = gathered.length(head, edit);
     let mut effects = reply_with(header_answer(context, head, directions, length));
@@ -311,7 +401,9 @@ fn duplex(context: &Context, head: &RequestHead, directions: &Directions, gather
     let body_ends = end == DuplexEnd::Body;
     // Without a single byte before the trailers there may have been no body message to answer.
     if !body.is_empty() || (body_ends && more.is_empty()) {
-        effects.extend(mutation::pieces(To::RequestBody, &body, body_ends && more.is_empty()).map(reply));
+        effects.extend(
+            mutation::pieces(To::RequestBody, &body, body_ends && more.is_empty()).map(reply),
+        );
     }
     if !more.is_empty() {
         effects.extend(mutation::pieces(To::RequestBody, &more, body_ends).map(reply));
@@ -338,15 +430,26 @@ fn header_answer(
 
 /// Tells the worker the name of a request that came without one.
 fn name(head: &RequestHead, changes: &mut HeaderChanges) {
-    if !head.request_id.is_empty() && head.get(headers::REQUEST_ID).is_none_or(|sent| sent.is_empty()) {
+    if !head.request_id.is_empty()
+        && head
+            .get(headers::REQUEST_ID)
+            .is_none_or(|sent| sent.is_empty())
+    {
         changes.set(headers::REQUEST_ID, head.request_id.clone());
     }
 }
 
 /// Lets a message go on to where the route leads.
-fn steered(context: &Context, message: To, mut changes: HeaderChanges, directions: &Directions) -> ProcessingResponse {
+fn steered(
+    context: &Context,
+    message: To,
+    mut changes: HeaderChanges,
+    directions: &Directions,
+) -> ProcessingResponse {
     let steer = &directions.steer;
-    let Some(to) = &steer.to else { return mutation::go_on(message, changes) };
+    let Some(to) = &steer.to else {
+        return mutation::go_on(message, changes);
+    };
     let options = &context.options;
     options.contract.tell(steer, &mut changes);
     if let Some(Copied { cluster, to }) = &directions.copy {
@@ -354,9 +457,16 @@ fn steered(context: &Context, message: To, mut changes: HeaderChanges, direction
         changes.set(headers::PREFILL_DESTINATION, to.to_string());
     }
     if options.conformance {
-        changes.set(headers::CONFORMANCE_ECHO, format!("{}:{}", headers::CONFORMANCE_SERVED, to.endpoint));
+        changes.set(
+            headers::CONFORMANCE_ECHO,
+            format!("{}:{}", headers::CONFORMANCE_SERVED, to.endpoint),
+        );
     }
     let reply = mutation::go_on(message, changes);
-    let reply = if options.clear_route_cache { mutation::with_new_route(reply) } else { reply };
+    let reply = if options.clear_route_cache {
+        mutation::with_new_route(reply)
+    } else {
+        reply
+    };
     mutation::with_destination(reply, to, directions, context.start.probed_as.as_deref())
 }

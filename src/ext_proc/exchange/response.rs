@@ -37,8 +37,16 @@ struct Wish {
 
 impl Wish {
     fn of(context: &Context, head: &ResponseHead) -> Self {
-        let none = Self { first_token: false, ourselves: false, whole: false };
-        let Some(directions) = context.directions.as_ref().filter(|found| found.steer.to.is_some()) else {
+        let none = Self {
+            first_token: false,
+            ourselves: false,
+            whole: false,
+        };
+        let Some(directions) = context
+            .directions
+            .as_ref()
+            .filter(|found| found.steer.to.is_some())
+        else {
             return none;
         };
         let (options, start) = (&context.options, &context.start);
@@ -50,7 +58,8 @@ impl Wish {
         Self {
             first_token,
             ourselves: first_token && start.probed_as.is_none(),
-            whole: well && (options.observe == Observe::Usage || start.sampled || options.output_blocks),
+            whole: well
+                && (options.observe == Observe::Usage || start.sampled || options.output_blocks),
         }
     }
 }
@@ -58,14 +67,20 @@ impl Wish {
 impl ResponseSide {
     pub(super) fn awaits_first_token(&self) -> bool {
         match self {
-            ResponseSide::Hidden { first_token_due } | ResponseSide::Watched { first_token_due, .. } => {
-                *first_token_due
-            }
+            ResponseSide::Hidden { first_token_due }
+            | ResponseSide::Watched {
+                first_token_due, ..
+            } => *first_token_due,
             ResponseSide::Waiting | ResponseSide::Ended => false,
         }
     }
 
-    pub(super) fn on_headers(&mut self, context: &Context, head: ResponseHead, end: bool) -> Vec<Effect> {
+    pub(super) fn on_headers(
+        &mut self,
+        context: &Context,
+        head: ResponseHead,
+        end: bool,
+    ) -> Vec<Effect> {
         if !matches!(self, ResponseSide::Waiting) {
             return Vec::new();
         }
@@ -73,26 +88,43 @@ impl ResponseSide {
         if end {
             *self = ResponseSide::Ended;
             let answer = mutation::go_on(To::ResponseHeaders, changes);
-            return vec![reply(answer), Effect::Answered(head), Effect::FirstToken { seen: false }, Effect::Finished];
+            return vec![
+                reply(answer),
+                Effect::Answered(head),
+                Effect::FirstToken { seen: false },
+                Effect::Finished,
+            ];
         }
-        let renamed = context.directions.as_ref().and_then(|found| found.edit.as_ref()?.restore.as_ref());
+        let renamed = context
+            .directions
+            .as_ref()
+            .and_then(|found| found.edit.as_ref()?.restore.as_ref());
         // A gRPC message is not JSON.
         let renamed = renamed.filter(|_| context.modes.response != BodyMode::Grpc);
         let restore = renamed.map(|names| Box::new(Restorer::new(&names.served, &names.asked)));
         let wish = Wish::of(context, &head);
         let shown = context.modes.response != BodyMode::None;
-        let asked = !shown && can_be_shown(context) && (wish.ourselves || wish.whole || restore.is_some());
+        let asked =
+            !shown && can_be_shown(context) && (wish.ourselves || wish.whole || restore.is_some());
         if restore.is_some() && (shown || asked) {
             // The client's name for the model may be longer or shorter.
             changes.remove("content-length");
         }
         let first_token_due = wish.first_token;
         *self = match shown || asked {
-            true => ResponseSide::Watched { first_token_due, whole: wish.whole, restore },
+            true => ResponseSide::Watched {
+                first_token_due,
+                whole: wish.whole,
+                restore,
+            },
             false => ResponseSide::Hidden { first_token_due },
         };
         let answer = mutation::go_on(To::ResponseHeaders, changes);
-        let answer = if asked { mutation::with_response_body(answer, context.modes.request) } else { answer };
+        let answer = if asked {
+            mutation::with_response_body(answer, context.modes.request)
+        } else {
+            answer
+        };
         let mut effects = vec![reply(answer), Effect::Answered(head)];
         if !first_token_due {
             effects.push(Effect::FirstToken { seen: false });
@@ -105,7 +137,10 @@ impl ResponseSide {
         let mut effects = Vec::new();
         let passed = match self {
             ResponseSide::Ended => return effects,
-            ResponseSide::Watched { restore: Some(restore), .. } => {
+            ResponseSide::Watched {
+                restore: Some(restore),
+                ..
+            } => {
                 let mut changed = restore.push(&piece.body).into_owned();
                 if end {
                     changed.extend(restore.finish());
@@ -116,7 +151,9 @@ impl ResponseSide {
         };
         let replies = match (context.modes.response, passed) {
             (mode, None) => mutation::unchanged(To::ResponseBody, mode, &piece),
-            (BodyMode::FullDuplex, Some(changed)) => mutation::pieces(To::ResponseBody, &changed, end).collect(),
+            (BodyMode::FullDuplex, Some(changed)) => {
+                mutation::pieces(To::ResponseBody, &changed, end).collect()
+            }
             (_, Some(changed)) => {
                 let go_on = mutation::go_on(To::ResponseBody, HeaderChanges::default());
                 vec![mutation::with_body(go_on, changed)]
@@ -139,8 +176,13 @@ impl ResponseSide {
 
     pub(super) fn on_first_token(&mut self) -> Vec<Effect> {
         match self {
-            ResponseSide::Hidden { first_token_due: due @ true }
-            | ResponseSide::Watched { first_token_due: due @ true, .. } => {
+            ResponseSide::Hidden {
+                first_token_due: due @ true,
+            }
+            | ResponseSide::Watched {
+                first_token_due: due @ true,
+                ..
+            } => {
                 *due = false;
                 vec![Effect::FirstToken { seen: true }]
             }
@@ -151,8 +193,13 @@ impl ResponseSide {
     pub(super) fn on_trailers(&mut self, context: &Context) -> Vec<Effect> {
         let mut effects = Vec::new();
         // Only in full duplex is there still a way for what was held back of the body.
-        if let (BodyMode::FullDuplex, ResponseSide::Watched { restore: Some(restore), .. }) =
-            (context.modes.response, &mut *self)
+        if let (
+            BodyMode::FullDuplex,
+            ResponseSide::Watched {
+                restore: Some(restore),
+                ..
+            },
+        ) = (context.modes.response, &mut *self)
         {
             let held = restore.finish();
             if !held.is_empty() {
@@ -177,7 +224,9 @@ fn can_be_shown(context: &Context) -> bool {
 fn answer_headers(context: &Context, head: &ResponseHead) -> HeaderChanges {
     let mut changes = HeaderChanges::default();
     if let Some(directions) = &context.directions {
-        context.options.tell(&directions.steer, context.served_by, &mut changes);
+        context
+            .options
+            .tell(&directions.steer, context.served_by, &mut changes);
     }
     if context.options.conformance {
         let served = match head.from {

@@ -17,7 +17,11 @@ pub(in crate::index) fn counts(arena: &Arena) -> (usize, usize) {
 
 /// Positions there is memory for.
 pub(in crate::index) fn capacity(arena: &Arena) -> usize {
-    arena.chunks.iter().map(|chunk| chunk.homes.capacity()).sum()
+    arena
+        .chunks
+        .iter()
+        .map(|chunk| chunk.homes.capacity())
+        .sum()
 }
 
 /// Panics if the lists do not agree with what is in use.
@@ -27,27 +31,42 @@ pub(in crate::index) fn check(arena: &Arena, used: &BTreeMap<u32, u32>) {
         let (mut before, mut at) = (NONE, head);
         while at != NONE {
             let len = arena.length(at);
-            assert!(len > 0 && len.ilog2() as usize == list, "{len} in list {list}");
+            assert!(
+                len > 0 && len.ilog2() as usize == list,
+                "{len} in list {list}"
+            );
             let (back, next) = arena.links(at);
             assert_eq!(back, before, "the list does not lead back");
             assert!(free.insert(at, len).is_none(), "listed twice");
             (before, at) = (at, next);
         }
     }
-    assert_eq!(arena.free, free.values().map(|len| *len as usize).sum::<usize>());
-    assert_eq!(arena.used, used.values().map(|len| *len as usize).sum::<usize>());
+    assert_eq!(
+        arena.free,
+        free.values().map(|len| *len as usize).sum::<usize>()
+    );
+    assert_eq!(
+        arena.used,
+        used.values().map(|len| *len as usize).sum::<usize>()
+    );
     for (number, chunk) in arena.chunks.iter().enumerate() {
         let is_last = number + 1 == arena.chunks.len();
         let bare = arena.bare.contains(&(number as u32));
         assert_eq!(chunk.locals.len(), chunk.homes.len());
-        assert!(is_last || chunk.homes.len() == if bare { 0 } else { CHUNK }, "chunk {number} is not whole");
+        assert!(
+            is_last || chunk.homes.len() == if bare { 0 } else { CHUNK },
+            "chunk {number} is not whole"
+        );
         let (mut at, mut was_free) = ((number * CHUNK) as u32, false);
         let end = at + chunk.homes.len() as u32;
         while at < end {
             let is_free = free.contains_key(&at);
             let len = free.get(&at).or_else(|| used.get(&at)).copied();
             let len = len.unwrap_or_else(|| panic!("position {at} is neither free nor in use"));
-            assert!(!(is_free && was_free), "free neighbours at {at} were not joined");
+            assert!(
+                !(is_free && was_free),
+                "free neighbours at {at} were not joined"
+            );
             if is_free {
                 assert!((at..at + len).all(|at| arena.home(at).is_none()));
             }
@@ -55,7 +74,10 @@ pub(in crate::index) fn check(arena: &Arena, used: &BTreeMap<u32, u32>) {
         }
         assert_eq!(at, end);
         // Unless it was to be followed by another, for which there was no room.
-        assert!(!(is_last && was_free && arena.chunks.len() < arena.most), "the last chunk ends with what is free");
+        assert!(
+            !(is_last && was_free && arena.chunks.len() < arena.most),
+            "the last chunk ends with what is free"
+        );
     }
 }
 
@@ -87,27 +109,42 @@ struct Bed {
 
 impl Bed {
     fn enter(&mut self, first: u32, len: u32) {
-        let overlapping = self.used.range(..first + len).next_back().is_some_and(|(at, len)| at + len > first);
+        let overlapping = self
+            .used
+            .range(..first + len)
+            .next_back()
+            .is_some_and(|(at, len)| at + len > first);
         assert!(!overlapping, "{first} is in use");
-        assert!(first as usize / CHUNK == (first + len - 1) as usize / CHUNK, "in two chunks");
+        assert!(
+            first as usize / CHUNK == (first + len - 1) as usize / CHUNK,
+            "in two chunks"
+        );
         self.arena.settle(Stretch { first, len }, 7);
-        self.arena.write(first, &vec![LocalHash(u64::from(first)); len as usize]);
+        self.arena
+            .write(first, &vec![LocalHash(u64::from(first)); len as usize]);
         self.used.insert(first, len);
     }
 
     fn pick(&self, pick: usize) -> Option<(u32, u32)> {
-        self.used.iter().nth(pick % self.used.len().max(1)).map(|(at, len)| (*at, *len))
+        self.used
+            .iter()
+            .nth(pick % self.used.len().max(1))
+            .map(|(at, len)| (*at, *len))
     }
 
     fn step(&mut self, step: &Step) {
         match step {
             Step::Take(want, least) => {
-                let Some(stretch) = self.arena.take(*want, *least) else { return };
+                let Some(stretch) = self.arena.take(*want, *least) else {
+                    return;
+                };
                 assert!(stretch.len >= 1 && stretch.len as usize <= *want);
                 self.enter(stretch.first, stretch.len);
             }
             Step::Behind(pick, want) => {
-                let Some((first, len)) = self.pick(*pick) else { return };
+                let Some((first, len)) = self.pick(*pick) else {
+                    return;
+                };
                 let more = self.arena.take_behind(first + len, *want);
                 assert!(more as usize <= *want);
                 if more > 0 {
@@ -115,18 +152,25 @@ impl Bed {
                 }
             }
             Step::Give(pick) => {
-                let Some((first, len)) = self.pick(*pick) else { return };
+                let Some((first, len)) = self.pick(*pick) else {
+                    return;
+                };
                 self.used.remove(&first);
                 self.arena.give(Stretch { first, len });
             }
             Step::GiveTail(pick, gone) => {
-                let Some((first, len)) = self.pick(*pick) else { return };
+                let Some((first, len)) = self.pick(*pick) else {
+                    return;
+                };
                 let gone = (*gone).min(len);
                 self.used.remove(&first);
                 if gone < len {
                     self.used.insert(first, len - gone);
                 }
-                self.arena.give(Stretch { first: first + len - gone, len: gone });
+                self.arena.give(Stretch {
+                    first: first + len - gone,
+                    len: gone,
+                });
             }
         }
         self.most = self.most.max(counts(&self.arena).1);
@@ -167,7 +211,11 @@ fn what_became_free_is_used_again_however_small_its_pieces_are() {
         }
     }
     let (free, used) = counts(&bed.arena);
-    assert!(free + used <= 2 * bed.most + 2 * CHUNK, "{free} free, {used} used, {} at most", bed.most);
+    assert!(
+        free + used <= 2 * bed.most + 2 * CHUNK,
+        "{free} free, {used} used, {} at most",
+        bed.most
+    );
     check(&bed.arena, &bed.used);
 }
 

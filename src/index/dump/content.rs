@@ -82,7 +82,10 @@ pub(in crate::index) struct Share {
 impl Copies {
     /// The tiers with copies, and how many.
     pub(in crate::index) fn held(self) -> impl Iterator<Item = (Tier, u32)> {
-        Tier::ALL.into_iter().zip(self.counts).filter(|(_, count)| *count > 0)
+        Tier::ALL
+            .into_iter()
+            .zip(self.counts)
+            .filter(|(_, count)| *count > 0)
     }
 
     pub(in crate::index) fn has(self, tier: Tier) -> bool {
@@ -93,8 +96,15 @@ impl Copies {
 impl RankDump {
     /// Whether anything may be gone.
     pub(in crate::index) fn is_doubted(&self) -> bool {
-        let copies = self.names.iter().map(|name| &name.copies).chain(self.waiting.iter().map(|name| &name.copies));
-        copies.into_iter().any(|copies| copies.doubted.contains(&true)) || self.shares.iter().any(|share| share.doubted)
+        let copies = self
+            .names
+            .iter()
+            .map(|name| &name.copies)
+            .chain(self.waiting.iter().map(|name| &name.copies));
+        copies
+            .into_iter()
+            .any(|copies| copies.doubted.contains(&true))
+            || self.shares.iter().any(|share| share.doubted)
     }
 
     /// Writes the record of this rank.
@@ -104,7 +114,12 @@ impl RankDump {
         self.rank.worker.0.put(&mut head);
         self.rank.rank.0.put(&mut head);
         self.untold.unwrap_or(u64::MAX).put(&mut head);
-        let SaltsDump { used, full, names, rows: salts } = &self.salts;
+        let SaltsDump {
+            used,
+            full,
+            names,
+            rows: salts,
+        } = &self.salts;
         head.push(flags([self.more_groups, *used, *full]));
         frames.write(Kind::Rank, &head)?;
         if let Some(position) = &self.position {
@@ -115,12 +130,17 @@ impl RankDump {
         frames.rows(Kind::Waiting, &self.waiting)?;
         frames.rows(Kind::Groups, &self.groups)?;
         frames.rows(Kind::Shares, &self.shares)?;
-        names.iter().try_for_each(|name| frames.write(Kind::SaltName, name.as_bytes()))?;
+        names
+            .iter()
+            .try_for_each(|name| frames.write(Kind::SaltName, name.as_bytes()))?;
         frames.rows(Kind::Salts, salts)?;
         frames.write(Kind::RankEnd, &[])
     }
 
-    pub(super) fn read(head: &[u8], frames: &mut FrameReader<impl Read>) -> Result<Self, DumpError> {
+    pub(super) fn read(
+        head: &[u8],
+        frames: &mut FrameReader<impl Read>,
+    ) -> Result<Self, DumpError> {
         let mut dump = Self::of_head(head)?;
         let mut before = Kind::Rank;
         loop {
@@ -130,7 +150,9 @@ impl RankDump {
             }
             before = kind;
             match kind {
-                Kind::Position if dump.position.is_none() => dump.position = Some(position::of(&payload)?),
+                Kind::Position if dump.position.is_none() => {
+                    dump.position = Some(position::of(&payload)?)
+                }
                 Kind::Blocks => rows(&payload, &mut dump.blocks)?,
                 Kind::Names => rows(&payload, &mut dump.names)?,
                 Kind::Waiting => rows(&payload, &mut dump.waiting)?,
@@ -154,7 +176,10 @@ impl RankDump {
         }
         let (worker, rest) = head.split_at(u64::SIZE);
         let (number, rest) = rest.split_at(u32::SIZE);
-        let rank = WorkerRank { worker: WorkerId(u64::get(worker)?), rank: DpRank(u32::get(number)?) };
+        let rank = WorkerRank {
+            worker: WorkerId(u64::get(worker)?),
+            rank: DpRank(u32::get(number)?),
+        };
         let (untold, more) = rest.split_at(u64::SIZE);
         let is_set = |bit: usize| more.first().is_some_and(|flags| flags & (1 << bit) != 0);
         Ok(Self {
@@ -166,42 +191,93 @@ impl RankDump {
             groups: Vec::new(),
             shares: Vec::new(),
             more_groups: is_set(0),
-            salts: SaltsDump { used: is_set(1), full: is_set(2), ..SaltsDump::default() },
+            salts: SaltsDump {
+                used: is_set(1),
+                full: is_set(2),
+                ..SaltsDump::default()
+            },
             untold: Some(u64::get(untold)?).filter(|untold| *untold != u64::MAX),
         })
     }
 
     fn check(&self) -> Result<(), DumpError> {
-        let sound = |yes: bool, problem| if yes { Ok(()) } else { Err(DumpError::Malformed(problem)) };
+        let sound = |yes: bool, problem| {
+            if yes {
+                Ok(())
+            } else {
+                Err(DumpError::Malformed(problem))
+            }
+        };
         let parents = self.blocks.iter().enumerate();
         let parents = parents.filter_map(|(at, block)| Some((at, block.parent?)));
-        sound(parents.into_iter().all(|(at, parent)| (parent as usize) < at), "a block in front of its parent")?;
-        sound(self.names.is_sorted_by_key(|name| name.block), "names are not in the order of blocks")?;
+        sound(
+            parents
+                .into_iter()
+                .all(|(at, parent)| (parent as usize) < at),
+            "a block in front of its parent",
+        )?;
+        sound(
+            self.names.is_sorted_by_key(|name| name.block),
+            "names are not in the order of blocks",
+        )?;
         let last = self.names.last().map_or(0, |name| name.block as usize + 1);
         sound(last <= self.blocks.len(), "a name without a block")?;
-        let engines = self.names.iter().map(|name| name.engine).chain(self.waiting.iter().map(|name| name.engine));
+        let engines = self
+            .names
+            .iter()
+            .map(|name| name.engine)
+            .chain(self.waiting.iter().map(|name| name.engine));
         let mut seen = HashSet::with_capacity(self.names.len() + self.waiting.len());
-        sound(engines.into_iter().all(|engine| seen.insert(engine)), "a name that stands twice")?;
-        let copies = self.names.iter().map(|name| name.copies).chain(self.waiting.iter().map(|name| name.copies));
-        sound(copies.into_iter().all(|copies| copies.held().count() > 0), "a name without a copy")?;
-        sound(self.waiting.iter().all(|name| !name.copies.has(Tier::Device)), "a device block without a place")?;
+        sound(
+            engines.into_iter().all(|engine| seen.insert(engine)),
+            "a name that stands twice",
+        )?;
+        let copies = self
+            .names
+            .iter()
+            .map(|name| name.copies)
+            .chain(self.waiting.iter().map(|name| name.copies));
+        sound(
+            copies.into_iter().all(|copies| copies.held().count() > 0),
+            "a name without a copy",
+        )?;
+        sound(
+            self.waiting
+                .iter()
+                .all(|name| !name.copies.has(Tier::Device)),
+            "a device block without a place",
+        )?;
         let groups: HashSet<u32> = self.groups.iter().map(|(id, _)| *id).collect();
-        sound(groups.len() == self.groups.len() && groups.len() <= MOST_GROUPS, "groups that cannot be told apart")?;
-        let shares = self.shares.iter().all(|share| (share.group as usize) < self.groups.len() && share.copies > 0);
+        sound(
+            groups.len() == self.groups.len() && groups.len() <= MOST_GROUPS,
+            "groups that cannot be told apart",
+        )?;
+        let shares = self
+            .shares
+            .iter()
+            .all(|share| (share.group as usize) < self.groups.len() && share.copies > 0);
         sound(shares, "a share of no group")?;
         let SaltsDump { names, rows, .. } = &self.salts;
         let named = |row: &SaltRow| !matches!(row.salt, Salted::By(number) if number as usize >= names.len());
         sound(rows.iter().all(named), "a salt without a name")?;
-        sound(rows.is_sorted_by(|a, b| a.engine < b.engine), "salts are not in the order of names")
+        sound(
+            rows.is_sorted_by(|a, b| a.engine < b.engine),
+            "salts are not in the order of names",
+        )
     }
 }
 
 fn flags<const N: usize>(flags: [bool; N]) -> u8 {
-    flags.into_iter().rev().fold(0, |bits, flag| bits << 1 | u8::from(flag))
+    flags
+        .into_iter()
+        .rev()
+        .fold(0, |bits, flag| bits << 1 | u8::from(flag))
 }
 
 fn text(bytes: &[u8]) -> Result<Arc<str>, DumpError> {
-    std::str::from_utf8(bytes).map(Arc::from).map_err(|_| DumpError::Malformed("a salt that is no text"))
+    std::str::from_utf8(bytes)
+        .map(Arc::from)
+        .map_err(|_| DumpError::Malformed("a salt that is no text"))
 }
 
 impl Row for u64 {
@@ -212,7 +288,10 @@ impl Row for u64 {
     }
 
     fn get(bytes: &[u8]) -> Result<Self, DumpError> {
-        bytes.try_into().map(u64::from_le_bytes).map_err(|_| DumpError::Truncated)
+        bytes
+            .try_into()
+            .map(u64::from_le_bytes)
+            .map_err(|_| DumpError::Truncated)
     }
 }
 
@@ -224,7 +303,10 @@ impl Row for u32 {
     }
 
     fn get(bytes: &[u8]) -> Result<Self, DumpError> {
-        bytes.try_into().map(u32::from_le_bytes).map_err(|_| DumpError::Truncated)
+        bytes
+            .try_into()
+            .map(u32::from_le_bytes)
+            .map_err(|_| DumpError::Truncated)
     }
 }
 
@@ -238,7 +320,10 @@ impl Row for BlockRow {
 
     fn get(bytes: &[u8]) -> Result<Self, DumpError> {
         let parent = u32::get(&bytes[..4])?;
-        Ok(Self { parent: (parent != ROOT).then_some(parent), local: LocalHash(u64::get(&bytes[4..])?) })
+        Ok(Self {
+            parent: (parent != ROOT).then_some(parent),
+            local: LocalHash(u64::get(&bytes[4..])?),
+        })
     }
 }
 
@@ -370,6 +455,11 @@ impl Row for SaltRow {
             *count = u32::get(&bytes[12 + 4 * tier..16 + 4 * tier])?;
             doubted[tier] = bytes[28] & (1 << tier) != 0;
         }
-        Ok(Self { engine: EngineHash(u64::get(&bytes[..8])?), salt, copies, doubted })
+        Ok(Self {
+            engine: EngineHash(u64::get(&bytes[..8])?),
+            salt,
+            copies,
+            doubted,
+        })
     }
 }

@@ -62,7 +62,11 @@ pub(super) struct FrameWriter<W> {
 
 impl<W: Write> FrameWriter<W> {
     pub(super) fn new(out: W) -> Self {
-        Self { out, last: u64::from(VERSION), buffer: Vec::new() }
+        Self {
+            out,
+            last: u64::from(VERSION),
+            buffer: Vec::new(),
+        }
     }
 
     pub(super) fn write(&mut self, kind: Kind, payload: &[u8]) -> std::io::Result<()> {
@@ -95,7 +99,10 @@ pub(super) struct FrameReader<R> {
 
 impl<R: Read> FrameReader<R> {
     pub(super) fn new(input: R) -> Self {
-        Self { input, last: u64::from(VERSION) }
+        Self {
+            input,
+            last: u64::from(VERSION),
+        }
     }
 
     pub(super) fn read(&mut self) -> Result<(Kind, Vec<u8>), DumpError> {
@@ -115,7 +122,10 @@ impl<R: Read> FrameReader<R> {
         }
         let kind = Kind::ALL.into_iter().find(|kind| *kind as u8 == frame[0]);
         frame.drain(..HEAD);
-        Ok((kind.ok_or(DumpError::Malformed("a frame of unknown kind"))?, frame))
+        Ok((
+            kind.ok_or(DumpError::Malformed("a frame of unknown kind"))?,
+            frame,
+        ))
     }
 }
 

@@ -35,13 +35,22 @@ struct Plain(BTreeMap<Path, Option<PathEnd>>);
 
 impl Plain {
     fn known(&self, path: &[u64]) -> usize {
-        self.0.keys().map(|other| common(path, other)).max().unwrap_or(0)
+        self.0
+            .keys()
+            .map(|other| common(path, other))
+            .max()
+            .unwrap_or(0)
     }
 
     /// Blocks at the end of the one at `at` that no other has.
     fn alone(&self, at: usize) -> (Path, usize) {
         let path = self.0.keys().nth(at).unwrap();
-        let shared = self.0.keys().filter(|other| *other != path).map(|other| common(path, other)).max();
+        let shared = self
+            .0
+            .keys()
+            .filter(|other| *other != path)
+            .map(|other| common(path, other))
+            .max();
         (path.clone(), path.len() - shared.unwrap_or(0))
     }
 
@@ -54,22 +63,38 @@ impl Plain {
 }
 
 fn count<'a>(paths: impl Iterator<Item = &'a Path>) -> u64 {
-    let mut sorted: Vec<&[u64]> = std::iter::once(&[][..]).chain(paths.map(Vec::as_slice)).collect();
+    let mut sorted: Vec<&[u64]> = std::iter::once(&[][..])
+        .chain(paths.map(Vec::as_slice))
+        .collect();
     sorted.sort_unstable();
-    sorted.windows(2).map(|pair| (pair[1].len() - common(pair[0], pair[1])) as u64).sum()
+    sorted
+        .windows(2)
+        .map(|pair| (pair[1].len() - common(pair[0], pair[1])) as u64)
+        .sum()
 }
 
 #[derive(Clone, Debug)]
 enum Step {
-    Enter { slot: usize, path: Path },
-    Cut { slot: usize, pick: usize, share: f64 },
-    Leave { slot: usize },
+    Enter {
+        slot: usize,
+        path: Path,
+    },
+    Cut {
+        slot: usize,
+        pick: usize,
+        share: f64,
+    },
+    Leave {
+        slot: usize,
+    },
 }
 
 /// Scripts whose prompts consist of pieces of some length, at most so many each.
 fn steps(most: usize, pieces: usize, length: Range<u64>) -> impl Strategy<Value = Vec<Step>> {
-    let piece = (0..2u64, length).prop_map(|(kind, blocks)| (0..blocks).map(move |at| 1 + kind * 10_000 + at));
-    let path = vec(piece, 1..=pieces).prop_map(|pieces| pieces.into_iter().flatten().collect::<Path>());
+    let piece = (0..2u64, length)
+        .prop_map(|(kind, blocks)| (0..blocks).map(move |at| 1 + kind * 10_000 + at));
+    let path =
+        vec(piece, 1..=pieces).prop_map(|pieces| pieces.into_iter().flatten().collect::<Path>());
     let step = prop_oneof![
         6 => (0..=WRITERS, path).prop_map(|(slot, path)| Step::Enter { slot, path }),
         6 => (0..=WRITERS, any::<usize>(), 0.0..1.0).prop_map(|(slot, pick, share)| Step::Cut { slot, pick, share }),
@@ -90,11 +115,22 @@ impl Bed {
     fn new(longest: Option<usize>) -> Self {
         let index = PrefixIndex::new();
         if let Some(longest) = longest {
-            index.shards.iter().for_each(|shard| limit(&mut shard.write(), longest));
+            index
+                .shards
+                .iter()
+                .for_each(|shard| limit(&mut shard.write(), longest));
         }
-        let writers = (0..WRITERS).map(|slot| index.paths(Slot(slot as u32))).collect();
+        let writers = (0..WRITERS)
+            .map(|slot| index.paths(Slot(slot as u32)))
+            .collect();
         let models = (0..=WRITERS).map(|_| Plain::default()).collect();
-        Self { events: index.join(Slot(WRITERS as u32)), index, writers, models, seen: Vec::new() }
+        Self {
+            events: index.join(Slot(WRITERS as u32)),
+            index,
+            writers,
+            models,
+            seen: Vec::new(),
+        }
     }
 
     fn take(&mut self, step: &Step) {
@@ -122,9 +158,16 @@ impl Bed {
         let end = if slot == WRITERS {
             let names = prompt(path);
             let name = |at: usize| EngineHash(names.sequences()[at].0);
-            let blocks = (known..path.len()).map(|at| StoredBlock { engine: name(at), local: LocalHash(path[at]) });
+            let blocks = (known..path.len()).map(|at| StoredBlock {
+                engine: name(at),
+                local: LocalHash(path[at]),
+            });
             let parent = known.checked_sub(1).map(name);
-            let stored = KvEvent::Stored { parent, blocks: blocks.collect(), tier: Tier::Device };
+            let stored = KvEvent::Stored {
+                parent,
+                blocks: blocks.collect(),
+                tier: Tier::Device,
+            };
             assert_eq!(self.events.apply(&stored), Outcome::Ok);
             None
         } else {
@@ -141,7 +184,10 @@ impl Bed {
 
     /// The end of a path that was entered, as found from the end of one that goes on from it.
     fn end_of(&self, slot: usize, path: &[u64]) -> Option<PathEnd> {
-        let (longer, &end) = self.models[slot].0.iter().find(|(longer, _)| longer.starts_with(path))?;
+        let (longer, &end) = self.models[slot]
+            .0
+            .iter()
+            .find(|(longer, _)| longer.starts_with(path))?;
         let beyond = longer.len() - path.len();
         if beyond == 0 {
             return end;
@@ -154,8 +200,17 @@ impl Bed {
     fn cut(&mut self, slot: usize, path: &Path, blocks: usize) {
         let (left, end) = (path.len() - blocks, self.models[slot].0[path]);
         let new = if slot == WRITERS {
-            let names = prompt(path).sequences()[left..].iter().map(|name| EngineHash(name.0)).collect();
-            assert_eq!(self.events.apply(&KvEvent::Removed { blocks: names, tier: Tier::Device }), Outcome::Ok);
+            let names = prompt(path).sequences()[left..]
+                .iter()
+                .map(|name| EngineHash(name.0))
+                .collect();
+            assert_eq!(
+                self.events.apply(&KvEvent::Removed {
+                    blocks: names,
+                    tier: Tier::Device
+                }),
+                Outcome::Ok
+            );
             None
         } else {
             let new = self.writers[slot].cut(end.unwrap(), blocks as u64);
@@ -175,9 +230,15 @@ impl Bed {
     }
 
     fn check(&self) {
-        self.index.shards.iter().for_each(|shard| check(&shard.read()));
+        self.index
+            .shards
+            .iter()
+            .for_each(|shard| check(&shard.read()));
         let stats = self.index.stats();
-        assert_eq!(stats.distinct_blocks, count(self.models.iter().flat_map(|model| model.0.keys())));
+        assert_eq!(
+            stats.distinct_blocks,
+            count(self.models.iter().flat_map(|model| model.0.keys()))
+        );
         for (slot, model) in self.models.iter().enumerate() {
             assert_eq!(stats.slots[slot].counts.device, count(model.0.keys()));
             assert_eq!(stats.slots[slot].counts.copies, count(model.0.keys()));
@@ -202,7 +263,12 @@ impl Bed {
         }
         (0..WRITERS).for_each(|slot| self.empty(slot));
         self.check();
-        let Self { index, writers, events, .. } = self;
+        let Self {
+            index,
+            writers,
+            events,
+            ..
+        } = self;
         drop((writers, events));
         assert_eq!(index.stats(), IndexStats::default());
     }
@@ -241,19 +307,35 @@ fn a_writer_that_is_hidden_is_not_reported_and_one_that_was_emptied_gives_its_se
     assert_eq!(overlaps.get(Slot(5)).device, 3);
     writer.hide();
     index.overlaps(&hashes, &mut overlaps);
-    assert_eq!((overlaps.get(Slot(5)).device, index.stats().slots.len()), (0, 0));
+    assert_eq!(
+        (overlaps.get(Slot(5)).device, index.stats().slots.len()),
+        (0, 0)
+    );
     assert_ne!(index.paths(Slot(5)).seat, seat, "it is still mentioned");
     assert_eq!(writer.cut(end, 3), None);
     drop(writer);
     assert_eq!(index.stats(), IndexStats::default());
-    assert!([index.paths(Slot(6)), index.paths(Slot(7))].iter().any(|writer| writer.seat == seat));
+    assert!(
+        [index.paths(Slot(6)), index.paths(Slot(7))]
+            .iter()
+            .any(|writer| writer.seat == seat)
+    );
 }
 
 #[test]
 fn an_empty_path_is_known_and_entered_without_effect() {
     let index = PrefixIndex::new();
     let mut writer = index.paths(Slot(0));
-    assert_eq!((writer.known(&[]), writer.enter(None, &[])), (0, Entered { blocks: 0, end: None }));
+    assert_eq!(
+        (writer.known(&[]), writer.enter(None, &[])),
+        (
+            0,
+            Entered {
+                blocks: 0,
+                end: None
+            }
+        )
+    );
     let end = writer.enter(None, &[LocalHash(7)]).end;
     assert_eq!(writer.enter(end, &[]), Entered { blocks: 0, end });
     let end = end.unwrap();
@@ -263,16 +345,27 @@ fn an_empty_path_is_known_and_entered_without_effect() {
 #[test]
 fn what_the_index_has_no_room_for_is_not_entered_and_may_be_later() {
     let index = PrefixIndex::new();
-    index.shards.iter().for_each(|shard| limit_chunks(&mut shard.write(), 2));
+    index
+        .shards
+        .iter()
+        .for_each(|shard| limit_chunks(&mut shard.write(), 2));
     let (mut writer, mut other) = (index.paths(Slot(0)), index.paths(Slot(1)));
     let locals: Vec<_> = (1..=3 * CHUNK as u64).map(LocalHash).collect();
     let Entered { blocks, end } = writer.enter(None, &locals);
     assert_eq!((blocks, writer.known(&locals)), (2 * CHUNK, 2 * CHUNK));
-    assert_eq!(writer.enter(end, &locals[blocks..]), Entered { blocks: 0, end });
+    assert_eq!(
+        writer.enter(end, &locals[blocks..]),
+        Entered { blocks: 0, end }
+    );
     // What somebody else holds takes no room.
     let shared = other.enter(None, &locals);
-    assert_eq!((shared.blocks, other.known(&locals)), (2 * CHUNK, 2 * CHUNK));
-    let shared = other.cut(shared.end.unwrap(), 2 * CHUNK as u64 - 1).unwrap();
+    assert_eq!(
+        (shared.blocks, other.known(&locals)),
+        (2 * CHUNK, 2 * CHUNK)
+    );
+    let shared = other
+        .cut(shared.end.unwrap(), 2 * CHUNK as u64 - 1)
+        .unwrap();
     let rest = writer.cut(end.unwrap(), CHUNK as u64).unwrap();
     let again = other.enter(Some(shared), &[LocalHash(7)]);
     assert_eq!(again.blocks, 1);

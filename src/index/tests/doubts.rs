@@ -23,7 +23,11 @@ fn a_block_that_something_follows_is_there_and_so_is_all_before_it() {
     let index = PrefixIndex::new();
     let mut writer = warm(&index);
     writer.apply(&stored(Some(200), &[(3, 300)], Tier::HostPinned));
-    assert_eq!(index.doubted(Slot(0)), Some(10), "a slower tier says nothing of the device");
+    assert_eq!(
+        index.doubted(Slot(0)),
+        Some(10),
+        "a slower tier says nothing of the device"
+    );
     writer.apply(&stored(Some(200), &[(4, 400)], Tier::Device));
     assert_eq!(index.doubted(Slot(0)), Some(8));
     writer.apply(&stored(None, &[(10, 1000)], Tier::Device));
@@ -63,11 +67,20 @@ fn a_prefix_that_is_always_in_use_outlives_any_number_of_gaps_and_what_is_not_us
         let forgotten = writer.settle().forgotten;
         assert_eq!(due, forgotten.is_some());
         if let Some(forgotten) = forgotten {
-            assert!(forgotten.names.iter().all(|(name, tier)| name.0 >= 1000 && *tier == Tier::Device));
+            assert!(
+                forgotten
+                    .names
+                    .iter()
+                    .all(|(name, tier)| name.0 >= 1000 && *tier == Tier::Device)
+            );
         }
     }
     assert_eq!(device(&index, Slot(0), &[1, 2, 1059]), 3);
-    assert_eq!(device(&index, Slot(0), &[12]), 0, "it was not heard of for several caches");
+    assert_eq!(
+        device(&index, Slot(0), &[12]),
+        0,
+        "it was not heard of for several caches"
+    );
     writer.apply(&removed(&live.drain(..9).collect::<Vec<_>>()));
     writer.apply(&stored(Some(200), &[(5, 500)], Tier::Device));
     assert_eq!((writer.settle().doubted, live), (1, [1059].into()));
@@ -95,10 +108,23 @@ fn that_blocks_may_never_have_been_told_is_known_until_all_that_was_there_must_h
     for block in 1..=4 {
         writer.apply(&stored(None, &[(block, block)], Tier::Device));
     }
-    assert_eq!(writer.settle(), Settled { untold: true, ..Settled::default() }, "nothing is doubted");
+    assert_eq!(
+        writer.settle(),
+        Settled {
+            untold: true,
+            ..Settled::default()
+        },
+        "nothing is doubted"
+    );
     writer.apply(&removed(&[1, 2]));
-    assert_eq!(writer.apply(&stored(Some(77), &[(5, 5)], Tier::Device)), Outcome::ParentNotFound);
-    assert!(writer.settle().untold, "what follows an unknown block shows that it is in use");
+    assert_eq!(
+        writer.apply(&stored(Some(77), &[(5, 5)], Tier::Device)),
+        Outcome::ParentNotFound
+    );
+    assert!(
+        writer.settle().untold,
+        "what follows an unknown block shows that it is in use"
+    );
     writer.apply(&removed(&[3]));
     assert!(!writer.settle().untold);
     writer.doubt();
@@ -136,7 +162,11 @@ fn what_came_again_since_a_moment_is_remembered() {
     let sent = index.moment(Slot(0)).unwrap();
     writer.apply(&KvEvent::Cleared);
     writer.apply(&stored(None, &[(1, 100)], Tier::Device));
-    assert_eq!(index.regained_since(&hashes(&[1]), 1, Slot(0), sent), Some(true), "all of it left");
+    assert_eq!(
+        index.regained_since(&hashes(&[1]), 1, Slot(0), sent),
+        Some(true),
+        "all of it left"
+    );
 }
 
 #[test]
@@ -149,18 +179,30 @@ fn each_tier_forgets_by_its_own_evictions() {
     }
     writer.doubt();
     // The host takes what is stored and evicts it at once, the device evicts nothing.
-    let lower = |block| KvEvent::Removed { blocks: vec![EngineHash(block)], tier: Tier::HostPinned };
+    let lower = |block| KvEvent::Removed {
+        blocks: vec![EngineHash(block)],
+        tier: Tier::HostPinned,
+    };
     for block in 100..140 {
         writer.apply(&stored(None, &[(block, block)], Tier::Device));
         writer.apply(&stored(None, &[(block, block)], Tier::HostPinned));
         writer.apply(&lower(block));
         let settled = writer.settle();
         assert!(settled.untold, "the device still has what it had");
-        let names = settled.forgotten.map(|forgotten| forgotten.names).unwrap_or_default();
-        assert!(names.iter().all(|(_, tier)| *tier == Tier::HostPinned), "{names:?}");
+        let names = settled
+            .forgotten
+            .map(|forgotten| forgotten.names)
+            .unwrap_or_default();
+        assert!(
+            names.iter().all(|(_, tier)| *tier == Tier::HostPinned),
+            "{names:?}"
+        );
     }
     let counts = index.stats().total;
-    assert_eq!((counts.device, counts.host, index.doubted(Slot(0))), (60, 0, Some(20)));
+    assert_eq!(
+        (counts.device, counts.host, index.doubted(Slot(0))),
+        (60, 0, Some(20))
+    );
     // The other way round: the host is doubted and the device is certain.
     for block in 1..=20 {
         writer.apply(&stored(None, &[(block, block)], Tier::HostPinned));
@@ -169,7 +211,11 @@ fn each_tier_forgets_by_its_own_evictions() {
     for block in (1..=20).chain(100..140) {
         writer.apply(&stored(None, &[(block, block)], Tier::Device));
     }
-    assert_eq!(writer.settle().doubted, 0, "of the device nothing is doubted");
+    assert_eq!(
+        writer.settle().doubted,
+        0,
+        "of the device nothing is doubted"
+    );
     for block in 200..500 {
         writer.apply(&stored(None, &[(block, block)], Tier::Device));
         writer.apply(&removed(&[block]));
@@ -183,7 +229,11 @@ fn an_answer_says_of_each_block_that_it_is_in_the_fastest_tier_in_which_it_is_kn
     let index = PrefixIndex::new();
     let mut writer = index.join(Slot(0));
     writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
-    writer.apply(&stored(None, &[(1, 1), (2, 2), (3, 3), (4, 4)], Tier::HostPinned));
+    writer.apply(&stored(
+        None,
+        &[(1, 1), (2, 2), (3, 3), (4, 4)],
+        Tier::HostPinned,
+    ));
     writer.doubt();
     let sent = index.moment(Slot(0)).unwrap();
     index.found(&hashes(&[1, 2, 3]), 3, Slot(0), sent);
@@ -191,18 +241,35 @@ fn an_answer_says_of_each_block_that_it_is_in_the_fastest_tier_in_which_it_is_kn
     // Three of four names on the host were not heard of.
     for block in 10..13 {
         writer.apply(&stored(None, &[(block, block)], Tier::HostPinned));
-        writer.apply(&KvEvent::Removed { blocks: vec![EngineHash(block)], tier: Tier::HostPinned });
+        writer.apply(&KvEvent::Removed {
+            blocks: vec![EngineHash(block)],
+            tier: Tier::HostPinned,
+        });
     }
     let mut names = writer.settle().forgotten.unwrap().names;
     names.sort_unstable();
-    assert_eq!(names, [1, 2, 4].map(|name| (EngineHash(name), Tier::HostPinned)));
+    assert_eq!(
+        names,
+        [1, 2, 4].map(|name| (EngineHash(name), Tier::HostPinned))
+    );
 }
 
 /// What a group with a window of one block is told to hold.
 fn window(blocks: &[u64], is_held: bool) -> KvEvent {
-    let need = GroupNeed::Last { blocks: 1, stride: std::num::NonZeroU32::MIN };
+    let need = GroupNeed::Last {
+        blocks: 1,
+        stride: std::num::NonZeroU32::MIN,
+    };
     let blocks = blocks.iter().copied().map(EngineHash).collect();
-    if is_held { KvEvent::GroupStored { group: 1, need, blocks } } else { KvEvent::GroupRemoved { group: 1, blocks } }
+    if is_held {
+        KvEvent::GroupStored {
+            group: 1,
+            need,
+            blocks,
+        }
+    } else {
+        KvEvent::GroupRemoved { group: 1, blocks }
+    }
 }
 
 #[test]
@@ -218,7 +285,11 @@ fn what_a_cache_group_lost_unheard_is_doubted_and_forgotten_as_it_evicts() {
     for block in 1..=10 {
         writer.apply(&stored(None, &[(block, block)], Tier::Device));
     }
-    assert_eq!((writer.settle().doubted, held(1)), (10, 1), "the shares are doubted when the blocks are not any more");
+    assert_eq!(
+        (writer.settle().doubted, held(1)),
+        (10, 1),
+        "the shares are doubted when the blocks are not any more"
+    );
     writer.apply(&window(&[2], true));
     let sent = index.moment(Slot(0)).unwrap();
     index.found(&hashes(&[3]), 1, Slot(0), sent);
@@ -230,7 +301,10 @@ fn what_a_cache_group_lost_unheard_is_doubted_and_forgotten_as_it_evicts() {
         writer.settle();
     }
     assert_eq!([1, 2, 3, 4].map(held), [0, 1, 1, 0]);
-    assert_eq!((writer.settle().doubted, index.stats().total.device), (0, 18));
+    assert_eq!(
+        (writer.settle().doubted, index.stats().total.device),
+        (0, 18)
+    );
 }
 
 #[test]

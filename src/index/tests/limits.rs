@@ -23,18 +23,50 @@ fn over_limit(index: &PrefixIndex) -> u64 {
 #[test]
 fn store_beyond_tier_limit_keeps_leading_blocks() {
     let (index, mut writer) = limited(10, 4);
-    assert_eq!(writer.apply(&stored(None, &run(0, 15), Tier::Device)), Outcome::IndexFull);
-    assert_eq!((device(&index, Slot(0), &(0..15).collect::<Vec<_>>()), over_limit(&index)), (10, 5));
-    assert_eq!(writer.apply(&stored(None, &run(0, 10), Tier::Device)), Outcome::DuplicateStore, "no block is new");
-    assert_eq!(writer.apply(&stored(Some(9), &run(20, 21), Tier::Device)), Outcome::IndexFull);
-    assert_eq!(writer.apply(&stored(None, &run(0, 6), Tier::HostPinned)), Outcome::IndexFull);
+    assert_eq!(
+        writer.apply(&stored(None, &run(0, 15), Tier::Device)),
+        Outcome::IndexFull
+    );
+    assert_eq!(
+        (
+            device(&index, Slot(0), &(0..15).collect::<Vec<_>>()),
+            over_limit(&index)
+        ),
+        (10, 5)
+    );
+    assert_eq!(
+        writer.apply(&stored(None, &run(0, 10), Tier::Device)),
+        Outcome::DuplicateStore,
+        "no block is new"
+    );
+    assert_eq!(
+        writer.apply(&stored(Some(9), &run(20, 21), Tier::Device)),
+        Outcome::IndexFull
+    );
+    assert_eq!(
+        writer.apply(&stored(None, &run(0, 6), Tier::HostPinned)),
+        Outcome::IndexFull
+    );
     assert_eq!(index.stats().total.host, 4);
     // Once of the first copies and once of the second ones.
     (0..2).for_each(|_| _ = writer.apply(&removed(&[9, 8])));
-    assert_eq!(writer.apply(&stored(Some(7), &run(30, 32), Tier::Device)), Outcome::Ok, "there is room again");
-    index.set_limits(Slot(0), BlockLimits { device: 5, lower_tier: 4 });
+    assert_eq!(
+        writer.apply(&stored(Some(7), &run(30, 32), Tier::Device)),
+        Outcome::Ok,
+        "there is room again"
+    );
+    index.set_limits(
+        Slot(0),
+        BlockLimits {
+            device: 5,
+            lower_tier: 4,
+        },
+    );
     assert_eq!(index.stats().total.device, 10, "what is held stays");
-    assert_eq!(writer.apply(&stored(Some(31), &run(40, 41), Tier::Device)), Outcome::IndexFull);
+    assert_eq!(
+        writer.apply(&stored(Some(31), &run(40, 41), Tier::Device)),
+        Outcome::IndexFull
+    );
 }
 
 #[test]
@@ -44,15 +76,28 @@ fn names_of_one_content_have_a_limit() {
         writer.apply(&stored(None, &[(1, name)], Tier::Device));
     }
     let total = index.stats().total;
-    assert_eq!((total.device, total.copies, over_limit(&index)), (1, 16, 84));
+    assert_eq!(
+        (total.device, total.copies, over_limit(&index)),
+        (1, 16, 84)
+    );
 }
 
 #[test]
 fn shares_of_cache_groups_have_a_limit() {
     let (index, mut writer) = limited(10, 6);
-    assert_eq!(writer.apply(&share(1, (1, 1), &(0..16).collect::<Vec<_>>())), Outcome::Ok);
-    assert_eq!(writer.apply(&share(1, (1, 1), &(0..20).collect::<Vec<_>>())), Outcome::IndexFull);
-    assert_eq!(over_limit(&index), 4, "blocks that the main group never named");
+    assert_eq!(
+        writer.apply(&share(1, (1, 1), &(0..16).collect::<Vec<_>>())),
+        Outcome::Ok
+    );
+    assert_eq!(
+        writer.apply(&share(1, (1, 1), &(0..20).collect::<Vec<_>>())),
+        Outcome::IndexFull
+    );
+    assert_eq!(
+        over_limit(&index),
+        4,
+        "blocks that the main group never named"
+    );
 }
 
 #[test]
@@ -63,18 +108,32 @@ fn copies_beyond_the_first_have_a_limit() {
         writer.apply(&stored(None, &run(0, 4), tier));
     }
     let again = |writer: &mut RankWriter, tier| writer.apply(&stored(None, &run(0, 4), tier));
-    assert_eq!([Tier::Device, Tier::Disk].map(|tier| again(&mut writer, tier)), [Outcome::DuplicateStore; 2]);
+    assert_eq!(
+        [Tier::Device, Tier::Disk].map(|tier| again(&mut writer, tier)),
+        [Outcome::DuplicateStore; 2]
+    );
     assert_eq!((index.stats().total.copies, over_limit(&index)), (24, 0));
     assert_eq!(again(&mut writer, Tier::External), Outcome::IndexFull);
-    assert_eq!((index.stats().total.copies, over_limit(&index)), (24, 4), "8 names have several copies");
-    let rank = crate::worker::WorkerRank { worker: crate::worker::WorkerId(1), rank: crate::worker::DpRank(0) };
+    assert_eq!(
+        (index.stats().total.copies, over_limit(&index)),
+        (24, 4),
+        "8 names have several copies"
+    );
+    let rank = crate::worker::WorkerRank {
+        worker: crate::worker::WorkerId(1),
+        rank: crate::worker::DpRank(0),
+    };
     let (smaller, mut restored) = limited(4, 1);
     restored.restore(&writer.portrait(rank));
     let counts = smaller.stats().total;
     // One block in each lower tier, and copies beyond the first of five names.
     assert_eq!((counts.device, counts.host, counts.copies), (4, 1, 12));
     writer.apply(&removed(&[0]));
-    assert_eq!(again(&mut writer, Tier::Device), Outcome::DuplicateStore, "there is room again");
+    assert_eq!(
+        again(&mut writer, Tier::Device),
+        Outcome::DuplicateStore,
+        "there is room again"
+    );
 }
 
 #[test]
@@ -82,16 +141,26 @@ fn restore_counts_no_copies_of_blocks_beyond_the_limit() {
     let source = PrefixIndex::new();
     let mut unlimited = source.join(Slot(0));
     (0..3).for_each(|_| _ = unlimited.apply(&stored(None, &run(0, 15), Tier::Device)));
-    let rank = crate::worker::WorkerRank { worker: crate::worker::WorkerId(1), rank: crate::worker::DpRank(0) };
+    let rank = crate::worker::WorkerRank {
+        worker: crate::worker::WorkerId(1),
+        rank: crate::worker::DpRank(0),
+    };
     let (index, mut writer) = limited(10, 4);
     writer.restore(&unlimited.portrait(rank));
     assert_eq!(device(&index, Slot(0), &(0..15).collect::<Vec<_>>()), 10);
     (0..3).for_each(|_| _ = writer.apply(&removed(&[9, 8, 7])));
-    assert_eq!(writer.apply(&stored(Some(6), &[(12, 12)], Tier::Device)), Outcome::Ok);
+    assert_eq!(
+        writer.apply(&stored(Some(6), &[(12, 12)], Tier::Device)),
+        Outcome::Ok
+    );
     let with_dropped = [0, 1, 2, 3, 4, 5, 6, 12];
     assert_eq!(device(&index, Slot(0), &with_dropped), 8);
     writer.apply(&removed(&[12]));
-    assert_eq!(device(&index, Slot(0), &with_dropped), 7, "one copy was stored and one removed");
+    assert_eq!(
+        device(&index, Slot(0), &with_dropped),
+        7,
+        "one copy was stored and one removed"
+    );
 }
 
 #[test]
@@ -103,8 +172,16 @@ fn limits_follow_the_capacity_where_it_is_known() {
     assert_eq!(of(None), (1000, 1000, 2000));
     assert_eq!(of(Some(100)), (400, 1000, 1400));
     assert_eq!(of(Some(1000)), (4000, 4000, 8000));
-    assert_eq!(of(Some(u64::MAX)), (1 << 26, 1 << 26, 1 << 27), "an engine cannot remove its limit");
-    assert_eq!(BlockLimits::of_rank(Some(u64::MAX), 1 << 30).device, 1 << 30, "the setting may be larger");
+    assert_eq!(
+        of(Some(u64::MAX)),
+        (1 << 26, 1 << 26, 1 << 27),
+        "an engine cannot remove its limit"
+    );
+    assert_eq!(
+        BlockLimits::of_rank(Some(u64::MAX), 1 << 30).device,
+        1 << 30,
+        "the setting may be larger"
+    );
 }
 
 proptest! {

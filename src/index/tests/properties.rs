@@ -11,7 +11,10 @@ use crate::index::dump::tests::content;
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
 const RANKS: usize = 3;
-const RANK: WorkerRank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
+const RANK: WorkerRank = WorkerRank {
+    worker: WorkerId(7),
+    rank: DpRank(0),
+};
 
 /// What the groups of the scripts need; fewer kinds than a rank may have classes, for the model knows no limit.
 const NEEDS: [(u32, u32); 4] = [(1, 1), (2, 1), (u32::MAX, 1), (1, 2)];
@@ -19,15 +22,50 @@ const NEEDS: [(u32, u32); 4] = [(1, 1), (2, 1), (u32::MAX, 1), (1, 2)];
 /// One step of a script; picks are taken modulo what there is to pick from.
 #[derive(Clone, Debug)]
 enum Step {
-    Store { rank: usize, parent: Parent, locals: Vec<u8>, naming: Naming, tier: Tier },
-    Remove { rank: usize, picks: Vec<u8>, unknown: bool, tier: Tier },
-    RemoveRun { rank: usize, pick: u8, count: usize, reverse: bool, tier: Tier },
-    Group { rank: usize, group: u32, need: usize, pick: u8, count: usize, stored: bool },
-    Clear { rank: usize },
-    Doubt { rank: usize },
-    Settle { rank: usize },
-    Rejoin { rank: usize },
-    Restore { rank: usize, rejoin: bool },
+    Store {
+        rank: usize,
+        parent: Parent,
+        locals: Vec<u8>,
+        naming: Naming,
+        tier: Tier,
+    },
+    Remove {
+        rank: usize,
+        picks: Vec<u8>,
+        unknown: bool,
+        tier: Tier,
+    },
+    RemoveRun {
+        rank: usize,
+        pick: u8,
+        count: usize,
+        reverse: bool,
+        tier: Tier,
+    },
+    Group {
+        rank: usize,
+        group: u32,
+        need: usize,
+        pick: u8,
+        count: usize,
+        stored: bool,
+    },
+    Clear {
+        rank: usize,
+    },
+    Doubt {
+        rank: usize,
+    },
+    Settle {
+        rank: usize,
+    },
+    Rejoin {
+        rank: usize,
+    },
+    Restore {
+        rank: usize,
+        rejoin: bool,
+    },
 }
 
 /// What a stored run follows.
@@ -67,15 +105,39 @@ fn stores() -> impl Strategy<Value = Step> {
         3 => vec(0..3u8, 1..4).prop_map(Parent::Prompt),
         1 => (0..12u8).prop_map(Parent::Number),
     ];
-    (0..RANKS, parent, vec(0..3u8, 0..7), naming, tiers())
-        .prop_map(|(rank, parent, locals, naming, tier)| Step::Store { rank, parent, locals, naming, tier })
+    (0..RANKS, parent, vec(0..3u8, 0..7), naming, tiers()).prop_map(
+        |(rank, parent, locals, naming, tier)| Step::Store {
+            rank,
+            parent,
+            locals,
+            naming,
+            tier,
+        },
+    )
 }
 
 fn steps() -> impl Strategy<Value = Step> {
-    let remove = (0..RANKS, vec(any::<u8>(), 0..5), prop::bool::weighted(0.1), tiers())
-        .prop_map(|(rank, picks, unknown, tier)| Step::Remove { rank, picks, unknown, tier });
-    let remove_run = (0..RANKS, any::<u8>(), 1..6usize, any::<bool>(), tiers())
-        .prop_map(|(rank, pick, count, reverse, tier)| Step::RemoveRun { rank, pick, count, reverse, tier });
+    let remove = (
+        0..RANKS,
+        vec(any::<u8>(), 0..5),
+        prop::bool::weighted(0.1),
+        tiers(),
+    )
+        .prop_map(|(rank, picks, unknown, tier)| Step::Remove {
+            rank,
+            picks,
+            unknown,
+            tier,
+        });
+    let remove_run = (0..RANKS, any::<u8>(), 1..6usize, any::<bool>(), tiers()).prop_map(
+        |(rank, pick, count, reverse, tier)| Step::RemoveRun {
+            rank,
+            pick,
+            count,
+            reverse,
+            tier,
+        },
+    );
     prop_oneof![
         24 => stores(),
         8 => remove,
@@ -90,30 +152,80 @@ fn steps() -> impl Strategy<Value = Step> {
 
 /// Scripts of models with one cache group, and of models with several.
 fn scripts() -> impl Strategy<Value = Vec<Step>> {
-    let group = (0..RANKS, 0..5u32, 0..24usize, any::<u8>(), 0..5usize, prop::bool::weighted(0.75))
-        .prop_map(|(rank, group, need, pick, count, stored)| Step::Group { rank, group, need, pick, count, stored });
-    prop_oneof![vec(steps(), 1..32), vec(prop_oneof![2 => steps(), 1 => group], 1..32)]
+    let group = (
+        0..RANKS,
+        0..5u32,
+        0..24usize,
+        any::<u8>(),
+        0..5usize,
+        prop::bool::weighted(0.75),
+    )
+        .prop_map(|(rank, group, need, pick, count, stored)| Step::Group {
+            rank,
+            group,
+            need,
+            pick,
+            count,
+            stored,
+        });
+    prop_oneof![
+        vec(steps(), 1..32),
+        vec(prop_oneof![2 => steps(), 1 => group], 1..32)
+    ]
 }
 
 fn name(path: &[LocalHash], variant: u8) -> EngineHash {
-    EngineHash(prompt(path).sequences()[path.len() - 1].0.wrapping_add(1_000_003 * u64::from(variant)))
+    EngineHash(
+        prompt(path).sequences()[path.len() - 1]
+            .0
+            .wrapping_add(1_000_003 * u64::from(variant)),
+    )
 }
 
 /// The names of the blocks up to one, last first.
 fn line(rank: &model::Rank, end: EngineHash) -> Vec<EngineHash> {
-    let end = rank.names.get(&end).map(|name| name.path.clone()).unwrap_or_default();
-    let mut line: Vec<_> = rank.names.iter().filter(|(_, name)| end.starts_with(&name.path)).collect();
+    let end = rank
+        .names
+        .get(&end)
+        .map(|name| name.path.clone())
+        .unwrap_or_default();
+    let mut line: Vec<_> = rank
+        .names
+        .iter()
+        .filter(|(_, name)| end.starts_with(&name.path))
+        .collect();
     line.sort_by_key(|(_, name)| std::cmp::Reverse(name.path.len()));
     line.into_iter().map(|(engine, _)| *engine).collect()
 }
 
 /// The event of a step, given what the rank holds.
 fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
-    let known: Vec<EngineHash> = rank.names.keys().chain(rank.waiting.keys()).copied().collect();
-    let pick = |pick: u8| known.get(usize::from(pick) % known.len().max(1)).copied().unwrap_or(EngineHash(999));
-    let locals = |numbers: &[u8]| numbers.iter().map(|number| LocalHash(u64::from(*number))).collect::<Vec<_>>();
+    let known: Vec<EngineHash> = rank
+        .names
+        .keys()
+        .chain(rank.waiting.keys())
+        .copied()
+        .collect();
+    let pick = |pick: u8| {
+        known
+            .get(usize::from(pick) % known.len().max(1))
+            .copied()
+            .unwrap_or(EngineHash(999))
+    };
+    let locals = |numbers: &[u8]| {
+        numbers
+            .iter()
+            .map(|number| LocalHash(u64::from(*number)))
+            .collect::<Vec<_>>()
+    };
     Some(match step {
-        Step::Store { parent, locals: run, naming, tier, .. } => {
+        Step::Store {
+            parent,
+            locals: run,
+            naming,
+            tier,
+            ..
+        } => {
             let (parent, mut path) = match parent {
                 Parent::None => (None, Vec::new()),
                 Parent::Known(known) => (Some(pick(*known)), Vec::new()),
@@ -131,34 +243,78 @@ fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
                 };
                 StoredBlock { engine, local }
             });
-            KvEvent::Stored { parent, blocks: blocks.collect(), tier: *tier }
+            KvEvent::Stored {
+                parent,
+                blocks: blocks.collect(),
+                tier: *tier,
+            }
         }
-        Step::Remove { picks, unknown, tier, .. } => {
+        Step::Remove {
+            picks,
+            unknown,
+            tier,
+            ..
+        } => {
             let mut blocks: Vec<_> = picks.iter().map(|&at| pick(at)).collect();
             if *unknown {
                 blocks.insert(blocks.len() / 2, EngineHash(777));
             }
-            KvEvent::Removed { blocks, tier: *tier }
+            KvEvent::Removed {
+                blocks,
+                tier: *tier,
+            }
         }
-        Step::RemoveRun { pick: at, count, reverse, tier, .. } => {
+        Step::RemoveRun {
+            pick: at,
+            count,
+            reverse,
+            tier,
+            ..
+        } => {
             let mut blocks: Vec<_> = line(rank, pick(*at)).into_iter().take(*count).collect();
             if *reverse {
                 blocks.reverse();
             }
-            KvEvent::Removed { blocks, tier: *tier }
+            KvEvent::Removed {
+                blocks,
+                tier: *tier,
+            }
         }
-        Step::Group { group, need, pick: at, count, stored, .. } => {
+        Step::Group {
+            group,
+            need,
+            pick: at,
+            count,
+            stored,
+            ..
+        } => {
             let blocks = line(rank, pick(*at)).into_iter().take(*count).collect();
             // Mostly the same need for the same group.
-            let (last, stride) = NEEDS[if *need < NEEDS.len() { *need } else { *group as usize % NEEDS.len() }];
-            let need = GroupNeed::Last { blocks: last, stride: NonZeroU32::new(stride).unwrap() };
+            let (last, stride) = NEEDS[if *need < NEEDS.len() {
+                *need
+            } else {
+                *group as usize % NEEDS.len()
+            }];
+            let need = GroupNeed::Last {
+                blocks: last,
+                stride: NonZeroU32::new(stride).unwrap(),
+            };
             match stored {
-                true => KvEvent::GroupStored { group: *group, need, blocks },
-                false => KvEvent::GroupRemoved { group: *group, blocks },
+                true => KvEvent::GroupStored {
+                    group: *group,
+                    need,
+                    blocks,
+                },
+                false => KvEvent::GroupRemoved {
+                    group: *group,
+                    blocks,
+                },
             }
         }
         Step::Clear { .. } => KvEvent::Cleared,
-        Step::Doubt { .. } | Step::Settle { .. } | Step::Rejoin { .. } | Step::Restore { .. } => return None,
+        Step::Doubt { .. } | Step::Settle { .. } | Step::Rejoin { .. } | Step::Restore { .. } => {
+            return None;
+        }
     })
 }
 
@@ -174,10 +330,19 @@ impl Pair {
     fn new(longest: Option<usize>) -> Self {
         let index = PrefixIndex::new();
         for shard in &index.shards {
-            longest.iter().for_each(|&longest| trie::tests::limit(&mut shard.write(), longest));
+            longest
+                .iter()
+                .for_each(|&longest| trie::tests::limit(&mut shard.write(), longest));
         }
-        let writers = (0..RANKS).map(|rank| Some(index.join(Slot(rank as u32)))).collect();
-        Self { index, writers, models: vec![model::Rank::default(); RANKS], overlaps: Overlaps::new() }
+        let writers = (0..RANKS)
+            .map(|rank| Some(index.join(Slot(rank as u32))))
+            .collect();
+        Self {
+            index,
+            writers,
+            models: vec![model::Rank::default(); RANKS],
+            overlaps: Overlaps::new(),
+        }
     }
 
     fn step(&mut self, step: &Step) {
@@ -229,9 +394,20 @@ impl Pair {
         for (rank, model) in self.models.iter().enumerate() {
             let expected = model.overlap(prompt.locals());
             found += usize::from(expected.total() > 0);
-            assert_eq!(self.overlaps.get(Slot(rank as u32)), expected, "rank {rank} {:?}", prompt.locals());
+            assert_eq!(
+                self.overlaps.get(Slot(rank as u32)),
+                expected,
+                "rank {rank} {:?}",
+                prompt.locals()
+            );
         }
-        assert_eq!(self.overlaps.iter().filter(|(_, blocks)| blocks.total() > 0).count(), found);
+        assert_eq!(
+            self.overlaps
+                .iter()
+                .filter(|(_, blocks)| blocks.total() > 0)
+                .count(),
+            found
+        );
         assert_eq!(self.overlaps.iter().count(), found);
     }
 
@@ -241,7 +417,11 @@ impl Pair {
         // A prompt that is the beginning of another says nothing more, but where what is missing at its end counts.
         for path in prompts {
             self.compare(&prompt(&path));
-            let beyond: Vec<_> = path.iter().copied().chain([LocalHash(1), LocalHash(2)]).collect();
+            let beyond: Vec<_> = path
+                .iter()
+                .copied()
+                .chain([LocalHash(1), LocalHash(2)])
+                .collect();
             self.compare(&prompt(&beyond));
         }
         self.compare(&prompt(&[]));
@@ -259,20 +439,35 @@ impl Pair {
 fn settle(writer: &mut RankWriter, model: &mut model::Rank) {
     let shares = |writer: &RankWriter| -> BTreeSet<_> {
         let dump = writer.portrait(RANK);
-        let of_group = |share: dump::Share| (dump.groups[share.group as usize].0, share.engine, share.doubted);
+        let of_group = |share: dump::Share| {
+            (
+                dump.groups[share.group as usize].0,
+                share.engine,
+                share.doubted,
+            )
+        };
         dump.shares.into_iter().map(of_group).collect()
     };
     let before = shares(writer);
     let forgotten = writer.settle().forgotten.unwrap_or_default();
     let after = shares(writer);
-    assert!(before.difference(&after).all(|(.., doubted)| *doubted), "what was counted since is there");
+    assert!(
+        before.difference(&after).all(|(.., doubted)| *doubted),
+        "what was counted since is there"
+    );
     model.forget(&forgotten.names);
-    let left: BTreeSet<_> = after.into_iter().map(|(group, engine, _)| (group, engine)).collect();
+    let left: BTreeSet<_> = after
+        .into_iter()
+        .map(|(group, engine, _)| (group, engine))
+        .collect();
     model.keep_shares(|group, engine| left.contains(&(group, engine)));
 }
 
 fn through_bytes(writer: &RankWriter) -> dump::RankDump {
-    let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(writer.slot().0) };
+    let rank = WorkerRank {
+        worker: WorkerId(7),
+        rank: DpRank(writer.slot().0),
+    };
     let mut bytes = Vec::new();
     dump::begin(&mut bytes).unwrap();
     writer.dump(rank, &mut bytes).unwrap();

@@ -23,8 +23,11 @@ struct Script {
 }
 
 fn queries() -> Vec<BlockHashes> {
-    let line =
-        |branch: u64| (0..24).map(|at| LocalHash(if at < 8 { at } else { at + branch * 100 })).collect::<Vec<_>>();
+    let line = |branch: u64| {
+        (0..24)
+            .map(|at| LocalHash(if at < 8 { at } else { at + branch * 100 }))
+            .collect::<Vec<_>>()
+    };
     (0..3).map(|branch| prompt(&line(branch))).collect()
 }
 
@@ -32,7 +35,12 @@ fn queries() -> Vec<BlockHashes> {
 fn script(seed: u64, queries: &[BlockHashes]) -> Script {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut model = super::model::Rank::default();
-    let mut script = Script { events: vec![], expected: vec![vec![]; queries.len()], begun: 0.into(), ended: 0.into() };
+    let mut script = Script {
+        events: vec![],
+        expected: vec![vec![]; queries.len()],
+        begun: 0.into(),
+        ended: 0.into(),
+    };
     let note = |model: &super::model::Rank, script: &mut Script| {
         for (query, expected) in queries.iter().zip(&mut script.expected) {
             expected.push(model.overlap(query.locals()));
@@ -44,27 +52,51 @@ fn script(seed: u64, queries: &[BlockHashes]) -> Script {
         let engine = |at: usize| EngineHash(query.sequences()[at].0 ^ seed);
         let from = rng.random_range(0..query.len());
         let to = rng.random_range(from..query.len()) + 1;
-        let tier = if rng.random_range(0..5) == 0 { Tier::HostPinned } else { Tier::Device };
+        let tier = if rng.random_range(0..5) == 0 {
+            Tier::HostPinned
+        } else {
+            Tier::Device
+        };
         // Every second rank is one of a hybrid model; groups 0 and 2 are alike.
         let group = rng.random_range(0..if seed.is_multiple_of(2) { 9 } else { 1 });
         let event = match rng.random_range(0..20) {
             0 => KvEvent::Cleared,
             1..6 if group > 2 => {
                 let (group, blocks) = (group % 3, (from..to).map(engine).collect());
-                let need = GroupNeed::Last { blocks: 2 - group % 2, stride: std::num::NonZeroU32::MIN };
+                let need = GroupNeed::Last {
+                    blocks: 2 - group % 2,
+                    stride: std::num::NonZeroU32::MIN,
+                };
                 match rng.random_range(0..4) {
                     0 => KvEvent::GroupRemoved { group, blocks },
-                    _ => KvEvent::GroupStored { group, need, blocks },
+                    _ => KvEvent::GroupStored {
+                        group,
+                        need,
+                        blocks,
+                    },
                 }
             }
             1..12 => {
                 let from = if rng.random() { 0 } else { from };
-                let block = |at: usize| StoredBlock { engine: engine(at), local: query.locals()[at] };
+                let block = |at: usize| StoredBlock {
+                    engine: engine(at),
+                    local: query.locals()[at],
+                };
                 let parent = from.checked_sub(1).map(engine);
-                KvEvent::Stored { parent, blocks: (from..to).map(block).collect(), tier }
+                KvEvent::Stored {
+                    parent,
+                    blocks: (from..to).map(block).collect(),
+                    tier,
+                }
             }
-            12..16 => KvEvent::Removed { blocks: (from..to).map(engine).collect(), tier },
-            _ => KvEvent::Removed { blocks: (from..query.len()).rev().map(engine).collect(), tier },
+            12..16 => KvEvent::Removed {
+                blocks: (from..to).map(engine).collect(),
+                tier,
+            },
+            _ => KvEvent::Removed {
+                blocks: (from..query.len()).rev().map(engine).collect(),
+                tier,
+            },
         };
         model.apply(&event);
         script.events.push(event);
@@ -90,18 +122,30 @@ fn play(index: &Arc<PrefixIndex>, slot: Slot, script: &Script) {
     std::mem::forget(writer);
 }
 
-fn read(index: &PrefixIndex, queries: &[BlockHashes], scripts: &[Script], done: &AtomicBool) -> usize {
+fn read(
+    index: &PrefixIndex,
+    queries: &[BlockHashes],
+    scripts: &[Script],
+    done: &AtomicBool,
+) -> usize {
     let mut overlaps = Overlaps::new();
     let mut reads = 0;
     while !done.load(Ordering::SeqCst) || reads == 0 {
         for (number, query) in queries.iter().enumerate() {
-            let from: Vec<_> = scripts.iter().map(|script| script.ended.load(Ordering::SeqCst)).collect();
+            let from: Vec<_> = scripts
+                .iter()
+                .map(|script| script.ended.load(Ordering::SeqCst))
+                .collect();
             index.overlaps(query, &mut overlaps);
             for (rank, script) in scripts.iter().enumerate() {
                 let to = script.begun.load(Ordering::SeqCst);
                 let seen = overlaps.get(Slot(rank as u32));
                 let explained = script.expected[number][from[rank]..=to].contains(&seen);
-                assert!(explained, "rank {rank} query {number}: {seen:?} is no state from {} to {to}", from[rank]);
+                assert!(
+                    explained,
+                    "rank {rank} query {number}: {seen:?} is no state from {} to {to}",
+                    from[rank]
+                );
             }
             reads += 1;
         }
@@ -112,11 +156,15 @@ fn read(index: &PrefixIndex, queries: &[BlockHashes], scripts: &[Script], done: 
 #[test]
 fn readers_never_see_a_state_that_no_order_of_events_explains() {
     let queries = queries();
-    let scripts: Vec<_> = (0..WRITERS).map(|seed| script(seed as u64 + 1, &queries)).collect();
+    let scripts: Vec<_> = (0..WRITERS)
+        .map(|seed| script(seed as u64 + 1, &queries))
+        .collect();
     let index = PrefixIndex::new();
     let done = AtomicBool::new(false);
     let reads: usize = thread::scope(|scope| {
-        let readers: Vec<_> = (0..2).map(|_| scope.spawn(|| read(&index, &queries, &scripts, &done))).collect();
+        let readers: Vec<_> = (0..2)
+            .map(|_| scope.spawn(|| read(&index, &queries, &scripts, &done)))
+            .collect();
         let writers: Vec<_> = scripts
             .iter()
             .enumerate()
@@ -131,14 +179,20 @@ fn readers_never_see_a_state_that_no_order_of_events_explains() {
         // Before any unwrap: a writer that panicked must not leave the readers running.
         done.store(true, Ordering::SeqCst);
         played.into_iter().for_each(|played| played.unwrap());
-        readers.into_iter().map(|reader| reader.join().unwrap()).sum()
+        readers
+            .into_iter()
+            .map(|reader| reader.join().unwrap())
+            .sum()
     });
     assert!(reads > 0);
     let mut overlaps = Overlaps::new();
     for (number, query) in queries.iter().enumerate() {
         index.overlaps(query, &mut overlaps);
         for (rank, script) in scripts.iter().enumerate() {
-            assert_eq!(Some(&overlaps.get(Slot(rank as u32))), script.expected[number].last());
+            assert_eq!(
+                Some(&overlaps.get(Slot(rank as u32))),
+                script.expected[number].last()
+            );
         }
     }
     for shard in &index.shards {

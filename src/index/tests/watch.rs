@@ -15,7 +15,9 @@ fn hashes(locals: &[u64]) -> BlockHashes {
 
 /// The engine's name of a block: the path to it.
 fn name(prompt: usize, block: usize) -> u64 {
-    PROMPTS[prompt][..=block].iter().fold(7, |name, local| name * 31 + local)
+    PROMPTS[prompt][..=block]
+        .iter()
+        .fold(7, |name, local| name * 31 + local)
 }
 
 /// A run of one prompt that is stored or removed.
@@ -30,26 +32,60 @@ struct Step {
 
 impl Step {
     fn event(&self) -> KvEvent {
-        let Step { prompt, from, to, stored, tier } = *self;
+        let Step {
+            prompt,
+            from,
+            to,
+            stored,
+            tier,
+        } = *self;
         let blocks = from.min(to)..=from.max(to);
         if !stored {
-            return KvEvent::Removed { blocks: blocks.map(|at| EngineHash(name(prompt, at))).collect(), tier };
+            return KvEvent::Removed {
+                blocks: blocks.map(|at| EngineHash(name(prompt, at))).collect(),
+                tier,
+            };
         }
-        let parent = blocks.start().checked_sub(1).map(|before| EngineHash(name(prompt, before)));
-        let block = |at| StoredBlock { engine: EngineHash(name(prompt, at)), local: LocalHash(PROMPTS[prompt][at]) };
-        KvEvent::Stored { parent, blocks: blocks.map(block).collect(), tier }
+        let parent = blocks
+            .start()
+            .checked_sub(1)
+            .map(|before| EngineHash(name(prompt, before)));
+        let block = |at| StoredBlock {
+            engine: EngineHash(name(prompt, at)),
+            local: LocalHash(PROMPTS[prompt][at]),
+        };
+        KvEvent::Stored {
+            parent,
+            blocks: blocks.map(block).collect(),
+            tier,
+        }
     }
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let tier = prop_oneof![5 => Just(Tier::Device), 1 => Just(Tier::HostPinned)];
-    (0..2usize, 0..5usize, 0..5usize, prop::bool::weighted(0.6), tier)
-        .prop_map(|(prompt, from, to, stored, tier)| Step { prompt, from, to, stored, tier })
+    (
+        0..2usize,
+        0..5usize,
+        0..5usize,
+        prop::bool::weighted(0.6),
+        tier,
+    )
+        .prop_map(|(prompt, from, to, stored, tier)| Step {
+            prompt,
+            from,
+            to,
+            stored,
+            tier,
+        })
 }
 
 /// Leading blocks held by any tier, as a watch that begins now reports them.
 fn held_now(index: &Arc<PrefixIndex>, prompt: usize) -> usize {
-    index.watch(&hashes(&PROMPTS[prompt]), Slot(0)).unwrap().most_held()
+    index
+        .watch(&hashes(&PROMPTS[prompt]), Slot(0))
+        .unwrap()
+        .most_held()
 }
 
 proptest! {
@@ -82,7 +118,10 @@ fn watch_keeps_blocks_that_were_evicted_at_once() {
     assert_eq!(watch.most_held(), 1);
     writer.apply(&stored(Some(100), &[(2, 200), (3, 300)], Tier::Device));
     writer.apply(&removed(&[300, 200, 100]));
-    assert_eq!((watch.most_held(), device(&index, Slot(0), &[1, 2, 3, 4])), (3, 0));
+    assert_eq!(
+        (watch.most_held(), device(&index, Slot(0), &[1, 2, 3, 4])),
+        (3, 0)
+    );
     // Another prompt with an equal block further on.
     writer.apply(&stored(None, &[(7, 700), (4, 701)], Tier::Device));
     assert_eq!(watch.most_held(), 3);
@@ -91,7 +130,10 @@ fn watch_keeps_blocks_that_were_evicted_at_once() {
 #[test]
 fn watch_ends_with_its_writer() {
     let index = PrefixIndex::new();
-    assert!(index.watch(&hashes(&[1]), Slot(0)).is_none(), "the slot has no writer");
+    assert!(
+        index.watch(&hashes(&[1]), Slot(0)).is_none(),
+        "the slot has no writer"
+    );
     let writer = index.join(Slot(0));
     let watch = index.watch(&hashes(&[1]), Slot(0)).unwrap();
     assert!(watch.is_current(&index, Slot(0)));
@@ -100,7 +142,10 @@ fn watch_ends_with_its_writer() {
     let mut writer = index.join(Slot(0));
     writer.apply(&stored(None, &[(1, 100)], Tier::Device));
     assert!(!watch.is_current(&index, Slot(0)));
-    assert_eq!((watch.most_held(), index.moment(Slot(0))), (0, Some(Moment { stores: 1, gaps: 0 })));
+    assert_eq!(
+        (watch.most_held(), index.moment(Slot(0))),
+        (0, Some(Moment { stores: 1, gaps: 0 }))
+    );
 }
 
 #[test]

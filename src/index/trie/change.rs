@@ -27,7 +27,9 @@ impl Trie {
         while !rest.is_empty() {
             let home = after.map(|block| self.home(block));
             let grown = match home {
-                Some(Home { run, depth }) if self.may_grow(run, depth, hold) => self.grow(run, rest, path),
+                Some(Home { run, depth }) if self.may_grow(run, depth, hold) => {
+                    self.grow(run, rest, path)
+                }
                 Some(Home { run, depth }) => self.branch((run, depth), rest, hold, path),
                 None => self.sprout((NOWHERE, 0), rest, hold, path),
             };
@@ -47,7 +49,11 @@ impl Trie {
         }
         let to = from + count as u32;
         let before = self.runs[run].owners.layers(hold.seat);
-        let after = if on { before.with(hold.layer) } else { before.without(hold.layer) };
+        let after = if on {
+            before.with(hold.layer)
+        } else {
+            before.without(hold.layer)
+        };
         if before == after {
             return;
         }
@@ -55,8 +61,16 @@ impl Trie {
             self.truncate(run, from);
             return;
         }
-        let run = if from > self.runs[run].start { self.split(run, from).1 } else { run };
-        let run = if to < self.runs[run].end() { self.split(run, to).0 } else { run };
+        let run = if from > self.runs[run].start {
+            self.split(run, from).1
+        } else {
+            run
+        };
+        let run = if to < self.runs[run].end() {
+            self.split(run, to).0
+        } else {
+            run
+        };
         self.runs[run].owners.set(hold.seat, after);
         self.tidy(run);
     }
@@ -72,7 +86,12 @@ impl Trie {
     }
 
     /// Enters a hold on blocks as far as the seat has none, and says where it has.
-    pub(in crate::index) fn grant(&mut self, blocks: &[BlockId], hold: Hold, held: &mut Vec<BlockId>) {
+    pub(in crate::index) fn grant(
+        &mut self,
+        blocks: &[BlockId],
+        hold: Hold,
+        held: &mut Vec<BlockId>,
+    ) {
         let mut rest = blocks;
         while let Some(&first) = rest.first() {
             let (now, later) = rest.split_at(self.span(rest));
@@ -92,12 +111,21 @@ impl Trie {
         while let Some(&first) = rest.first() {
             let down = row(rest, |at| first.0.wrapping_sub(at));
             let up = row(rest, |at| first.0.wrapping_add(at));
-            let (lowest, count) = if down > up { (first.0 + 1 - down as u32, down) } else { (first.0, up) };
-            let mut left = Stretch { first: lowest, len: count as u32 };
+            let (lowest, count) = if down > up {
+                (first.0 + 1 - down as u32, down)
+            } else {
+                (first.0, up)
+            };
+            let mut left = Stretch {
+                first: lowest,
+                len: count as u32,
+            };
             while left.len > 0 {
                 let last = left.end() - 1;
                 let run = self.arena.home(last).map(|run| &self.runs[run]);
-                let within = run.and_then(|run| run.blocks.find(last)).map_or(last, |(_, stretch)| stretch.first);
+                let within = run
+                    .and_then(|run| run.blocks.find(last))
+                    .map_or(last, |(_, stretch)| stretch.first);
                 let from = within.max(left.first);
                 self.mark(BlockId(from), (last + 1 - from) as usize, hold, false);
                 left.len = from - left.first;
@@ -108,7 +136,9 @@ impl Trie {
 
     /// Takes a seat out of the whole run a block is in. The block may be gone already.
     pub(in crate::index) fn evict(&mut self, block: BlockId, seat: Seat) {
-        let Some(run) = self.arena.home(block.0) else { return };
+        let Some(run) = self.arena.home(block.0) else {
+            return;
+        };
         if !self.runs[run].owners.layers(seat).is_empty() {
             self.runs[run].owners.set(seat, Layers::NONE);
             self.tidy(run);
@@ -127,13 +157,26 @@ impl Trie {
     /// Whether the stretch is the end of a leaf and nobody else holds it.
     fn is_lone_tail(&self, run: u32, from: u32, to: u32, hold: Hold) -> bool {
         let run = &self.runs[run];
-        to == run.end() && from > run.start && run.children.is_empty() && run.owners.is_just(hold.seat, hold.layer)
+        to == run.end()
+            && from > run.start
+            && run.children.is_empty()
+            && run.owners.is_just(hold.seat, hold.layer)
     }
 
     /// A leaf that follows a block which others follow, too, or that others hold.
-    fn branch(&mut self, at: (u32, u32), rest: &[LocalHash], hold: Hold, path: &mut Vec<BlockId>) -> usize {
+    fn branch(
+        &mut self,
+        at: (u32, u32),
+        rest: &[LocalHash],
+        hold: Hold,
+        path: &mut Vec<BlockId>,
+    ) -> usize {
         let (run, depth) = at;
-        let parent = if depth + 1 < self.runs[run].end() { self.split(run, depth + 1).0 } else { run };
+        let parent = if depth + 1 < self.runs[run].end() {
+            self.split(run, depth + 1).0
+        } else {
+            run
+        };
         let grown = self.sprout((parent, depth + 1), rest, hold, path);
         if grown == 0 {
             // Nothing tells the two parts apart.
@@ -143,10 +186,21 @@ impl Trie {
     }
 
     /// A new leaf with as many blocks as a run can have; how many these are.
-    fn sprout(&mut self, at: (u32, u32), rest: &[LocalHash], hold: Hold, path: &mut Vec<BlockId>) -> usize {
+    fn sprout(
+        &mut self,
+        at: (u32, u32),
+        rest: &[LocalHash],
+        hold: Hold,
+        path: &mut Vec<BlockId>,
+    ) -> usize {
         let (parent, start) = at;
         let owners = Owners::just(hold.seat, hold.layer);
-        let run = self.runs.add(Run { start, parent, owners, ..Run::default() });
+        let run = self.runs.add(Run {
+            start,
+            parent,
+            owners,
+            ..Run::default()
+        });
         let grown = self.grow(run, rest, path);
         if grown == 0 {
             self.runs.take(run);
@@ -165,7 +219,11 @@ impl Trie {
             let blocks = &mut self.runs[run].blocks;
             if blocks.room().len == 0 {
                 let want = rest.len() + spare(blocks.len(), blocks.last(), rest.len()) as usize;
-                let behind = if blocks.len() > 0 { self.arena.take_behind(blocks.last().end(), want) } else { 0 };
+                let behind = if blocks.len() > 0 {
+                    self.arena.take_behind(blocks.last().end(), want)
+                } else {
+                    0
+                };
                 if behind > 0 {
                     blocks.widen(behind);
                 } else if let Some(stretch) = self.arena.take(want, rest.len().min(LEAST)) {
@@ -178,7 +236,13 @@ impl Trie {
             let (now, later) = rest.split_at(rest.len().min(len as usize));
             blocks.fill(now.len() as u32);
             self.arena.write(first, now);
-            self.arena.settle(Stretch { first, len: now.len() as u32 }, run);
+            self.arena.settle(
+                Stretch {
+                    first,
+                    len: now.len() as u32,
+                },
+                run,
+            );
             path.extend((first..first + now.len() as u32).map(BlockId));
             rest = later;
         }
@@ -187,7 +251,11 @@ impl Trie {
     }
 
     fn children_of(&mut self, run: u32) -> &mut Children {
-        if run == NOWHERE { &mut self.roots } else { &mut self.runs[run].children }
+        if run == NOWHERE {
+            &mut self.roots
+        } else {
+            &mut self.runs[run].children
+        }
     }
 
     /// Takes away the end of a run, of which something is left. The room stays while little is: it may be needed again.
@@ -252,13 +320,22 @@ impl Trie {
 
     /// Joins a run with its only child if nothing tells them apart; the id of what is left.
     fn join(&mut self, upper: u32) -> u32 {
-        let Some(lower) = self.runs[upper].children.only() else { return upper };
+        let Some(lower) = self.runs[upper].children.only() else {
+            return upper;
+        };
         let (above, below) = (&self.runs[upper], &self.runs[lower]);
-        if (above.blocks.len() + below.blocks.len()) as usize > self.longest || above.owners != below.owners {
+        if (above.blocks.len() + below.blocks.len()) as usize > self.longest
+            || above.owners != below.owners
+        {
             return upper;
         }
-        let upper_stays = above.blocks.len() as usize >= below.blocks.len() as usize + below.children.len();
-        let (kept, dropped) = if upper_stays { (upper, lower) } else { (lower, upper) };
+        let upper_stays =
+            above.blocks.len() as usize >= below.blocks.len() as usize + below.children.len();
+        let (kept, dropped) = if upper_stays {
+            (upper, lower)
+        } else {
+            (lower, upper)
+        };
         let gone = self.runs.take(dropped);
         for stretch in gone.blocks.iter() {
             self.arena.settle(stretch, kept);
@@ -320,7 +397,11 @@ impl Trie {
 
 /// How many of the first blocks lie where a rule says.
 fn row(blocks: &[BlockId], rule: impl Fn(u32) -> u32) -> usize {
-    blocks.iter().zip(0..).take_while(|(block, at)| block.0 == rule(*at)).count()
+    blocks
+        .iter()
+        .zip(0..)
+        .take_while(|(block, at)| block.0 == rule(*at))
+        .count()
 }
 
 /// Positions to keep behind blocks that come: where a run grows by little, about as many as it grew by lately.

@@ -24,16 +24,36 @@ pub(in crate::index) fn check(trie: &Trie) {
         assert_eq!((run.parent, run.start), (parent, depth));
         assert!(run.blocks.len() > 0 && run.blocks.len() as usize <= trie.longest);
         assert!(!run.is_bare(), "a leaf that nobody holds stayed");
-        let positions = run.blocks.iter().flat_map(|stretch| stretch.first..stretch.end());
+        let positions = run
+            .blocks
+            .iter()
+            .flat_map(|stretch| stretch.first..stretch.end());
         for (at, block) in positions.enumerate() {
-            assert_eq!(trie.home(BlockId(block)), Home { run: id, depth: depth + at as u32 });
+            assert_eq!(
+                trie.home(BlockId(block)),
+                Home {
+                    run: id,
+                    depth: depth + at as u32
+                }
+            );
             assert_eq!(run.blocks.at(at as u32), Some(block));
         }
         let room = run.blocks.room();
-        assert!((room.first..room.end()).all(|at| trie.arena.home(at).is_none()), "somebody lives in the room");
+        assert!(
+            (room.first..room.end()).all(|at| trie.arena.home(at).is_none()),
+            "somebody lives in the room"
+        );
         assert!(room.len <= 128.max(run.blocks.len()), "too much room");
-        for stretch in run.blocks.iter().chain([room]).filter(|stretch| stretch.len > 0) {
-            assert!(used.insert(stretch.first, stretch.len).is_none(), "two runs lie at one place");
+        for stretch in run
+            .blocks
+            .iter()
+            .chain([room])
+            .filter(|stretch| stretch.len > 0)
+        {
+            assert!(
+                used.insert(stretch.first, stretch.len).is_none(),
+                "two runs lie at one place"
+            );
         }
         if let Some(only) = run.children.only() {
             let child = &trie.runs[only];

@@ -54,15 +54,22 @@ impl RankWriter {
         let forgotten = self.forget_old();
         // All that was there before and not used since has been evicted; what is used shows by what follows it.
         let doubts = self.tally.doubts.lock();
-        self.untold = self.untold.filter(|evicted| *evicted < doubts.placed(Tier::Device).max(1));
-        Settled { doubted: doubts.doubted(), untold: self.untold.is_some(), forgotten }
+        self.untold = self
+            .untold
+            .filter(|evicted| *evicted < doubts.placed(Tier::Device).max(1));
+        Settled {
+            doubted: doubts.doubted(),
+            untold: self.untold.is_some(),
+            forgotten,
+        }
     }
 
     /// Holds the counts of doubts against what is held.
     #[cfg(test)]
     pub(in crate::index) fn check_doubts(&self) {
         let held = self.names.iter();
-        let held = held.flat_map(|(_, named)| named.layers.iter().map(move |layer| (named.place, layer)));
+        let held =
+            held.flat_map(|(_, named)| named.layers.iter().map(move |layer| (named.place, layer)));
         self.tally.doubts.lock().check(&held.collect());
     }
 
@@ -72,7 +79,10 @@ impl RankWriter {
     }
 
     fn due(&self) -> Layers {
-        self.tally.doubts.lock().due(self.names.len() as u64 + self.waiting.len() as u64)
+        self.tally
+            .doubts
+            .lock()
+            .due(self.names.len() as u64 + self.waiting.len() as u64)
     }
 
     fn forget_old(&mut self) -> Option<Forgotten> {
@@ -97,26 +107,46 @@ impl RankWriter {
 
     fn forget_tier(&mut self, tier: Tier, forgotten: &mut Forgotten) {
         let doubts = self.tally.doubts.lock();
-        let Some(before) = doubts.horizon(tier) else { return };
+        let Some(before) = doubts.horizon(tier) else {
+            return;
+        };
         let is_old = |named: &Named| named.layers.has(tier) && doubts.is_old(named.place, tier);
-        let mut old: Vec<_> = self.names.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| engine).collect();
+        let mut old: Vec<_> = self
+            .names
+            .iter()
+            .filter(|(_, named)| is_old(named))
+            .map(|(engine, _)| engine)
+            .collect();
         drop(doubts);
-        let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier) && apart.counted < before);
+        let waiting = self
+            .waiting
+            .iter()
+            .filter(|(_, apart)| apart.tiers.has(tier) && apart.counted < before);
         old.extend(waiting.map(|(engine, _)| engine));
         for some in old.chunks(SWEEP) {
-            some.iter().for_each(|&engine| self.forget_extra(engine, tier));
+            some.iter()
+                .for_each(|&engine| self.forget_extra(engine, tier));
             self.remove(some, tier);
         }
         forgotten.before[tier as usize] = before;
-        forgotten.names.extend(old.into_iter().map(|engine| (engine, tier)));
+        forgotten
+            .names
+            .extend(old.into_iter().map(|engine| (engine, tier)));
     }
 
     /// The same for what the cache groups of a class hold.
     fn forget_shares(&mut self, layer: Layer) {
-        let (Some(groups), Some(class)) = (&mut self.groups, layer.class_number()) else { return };
+        let (Some(groups), Some(class)) = (&mut self.groups, layer.class_number()) else {
+            return;
+        };
         let doubts = self.tally.doubts.lock();
         let is_old = |named: &Named| named.layers.has(layer) && doubts.is_old(named.place, layer);
-        let old: Vec<_> = self.names.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| engine).collect();
+        let old: Vec<_> = self
+            .names
+            .iter()
+            .filter(|(_, named)| is_old(named))
+            .map(|(engine, _)| engine)
+            .collect();
         drop(doubts);
         old.iter().for_each(|engine| groups.forget(*engine, class));
         old.chunks(SWEEP).for_each(|some| self.regroup(some));
@@ -128,11 +158,16 @@ impl RankWriter {
             return;
         }
         if tier == Tier::Device {
-            let since = counted.iter().filter(|counted| **counted == self.generation).count() as u64;
+            let since = counted
+                .iter()
+                .filter(|counted| **counted == self.generation)
+                .count() as u64;
             self.untold = self.untold.map(|evicted| evicted + since);
         }
         let mut doubts = self.tally.doubts.lock();
-        counted.iter().for_each(|counted| doubts.evicted(tier, *counted));
+        counted
+            .iter()
+            .for_each(|counted| doubts.evicted(tier, *counted));
     }
 
     /// Contents were stored, or are there for another reason. Whoever follows a block on the device is only there together
@@ -147,10 +182,15 @@ impl RankWriter {
         }
         let mut next = parent;
         while let Some((trie, place)) = next {
-            if trie.layers(place.block, self.seat).has(Tier::Device) && !doubts.hear(place, Tier::Device) {
+            if trie.layers(place.block, self.seat).has(Tier::Device)
+                && !doubts.hear(place, Tier::Device)
+            {
                 break;
             }
-            next = trie.origin(place.block).0.map(|block| (trie, Place { block, ..place }));
+            next = trie
+                .origin(place.block)
+                .0
+                .map(|block| (trie, Place { block, ..place }));
         }
         doubts.close();
     }

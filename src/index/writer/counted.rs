@@ -17,18 +17,32 @@ pub(super) struct Counted {
 
 impl RankWriter {
     fn counted(&self, engine: EngineHash) -> Counted {
-        if self.generation == 0 { Counted::default() } else { self.counts.get(&engine).copied().unwrap_or_default() }
+        if self.generation == 0 {
+            Counted::default()
+        } else {
+            self.counts.get(&engine).copied().unwrap_or_default()
+        }
     }
 
     /// The tiers among those a name has copies in whose copies may be gone.
     pub(super) fn doubts(&self, engine: EngineHash, layers: Layers) -> Layers {
         let counted = self.counted(engine);
-        if counted.since == self.generation { counted.doubted } else { layers.tiers() }
+        if counted.since == self.generation {
+            counted.doubted
+        } else {
+            layers.tiers()
+        }
     }
 
     /// The copies of a name are counted now, but for those in some tiers.
     pub(super) fn count_now(&mut self, engine: EngineHash, doubted: Layers) {
-        self.set_counted(engine, Counted { doubted, since: self.generation });
+        self.set_counted(
+            engine,
+            Counted {
+                doubted,
+                since: self.generation,
+            },
+        );
     }
 
     pub(super) fn set_counted(&mut self, engine: EngineHash, counted: Counted) {
@@ -41,8 +55,14 @@ impl RankWriter {
 
     /// The generation for which the eviction of a block counts, which is none where its copies may have been gone before.
     pub(super) fn counted_when_evicted(&mut self, engine: EngineHash, tier: Tier) -> u32 {
-        let Some(counted) = self.counts.get_mut(&engine) else { return 0 };
-        let was = if counted.doubted.has(tier) { 0 } else { counted.since };
+        let Some(counted) = self.counts.get_mut(&engine) else {
+            return 0;
+        };
+        let was = if counted.doubted.has(tier) {
+            0
+        } else {
+            counted.since
+        };
         counted.doubted = counted.doubted.without(tier);
         was
     }

@@ -77,11 +77,17 @@ impl Groups {
         }
         if at.is_none() && self.known.len() == MOST {
             self.needs.unknown = true;
-            return Lesson::TooMany { new: !std::mem::replace(&mut self.more, true) };
+            return Lesson::TooMany {
+                new: !std::mem::replace(&mut self.more, true),
+            };
         }
         let known = at.is_some();
         let at = at.unwrap_or_else(|| {
-            self.known.push(Group { id, need, class: None });
+            self.known.push(Group {
+                id,
+                need,
+                class: None,
+            });
             self.known.len() - 1
         });
         self.known[at].need = need;
@@ -95,7 +101,10 @@ impl Groups {
 
     /// Sorts the groups into classes.
     fn classify(&mut self) {
-        self.needs = Needs { unknown: self.more, ..Needs::default() };
+        self.needs = Needs {
+            unknown: self.more,
+            ..Needs::default()
+        };
         for group in &mut self.known {
             group.class = None;
             let GroupNeed::Last { blocks, stride } = group.need else {
@@ -103,7 +112,12 @@ impl Groups {
                 continue;
             };
             let class = Class { blocks, stride };
-            let at = self.needs.classes.iter().position(|known| *known == class).unwrap_or(self.needs.classes.len());
+            let at = self
+                .needs
+                .classes
+                .iter()
+                .position(|known| *known == class)
+                .unwrap_or(self.needs.classes.len());
             if at == Layer::CLASSES {
                 self.needs.unknown = true;
                 continue;
@@ -117,19 +131,28 @@ impl Groups {
 
     /// The classes all of whose groups hold a block.
     pub(super) fn layers(&self, engine: EngineHash) -> Layers {
-        self.holds.get(&engine).map_or(Layers::NONE, |&held| self.complete(held))
+        self.holds
+            .get(&engine)
+            .map_or(Layers::NONE, |&held| self.complete(held))
     }
 
     /// Those of them whose copies are all counted since events were lost.
     pub(super) fn sure(&self, engine: EngineHash) -> Layers {
-        let Some(sure) = &self.sure else { return self.layers(engine) };
-        sure.get(&engine).map_or(Layers::NONE, |&sure| self.complete(sure))
+        let Some(sure) = &self.sure else {
+            return self.layers(engine);
+        };
+        sure.get(&engine)
+            .map_or(Layers::NONE, |&sure| self.complete(sure))
     }
 
     fn complete(&self, held: u64) -> Layers {
         let mut layers = Layers::NONE;
         for class in 0..self.needs.classes.len() {
-            let members = self.known.iter().enumerate().filter(|(_, group)| group.class == Some(class));
+            let members = self
+                .known
+                .iter()
+                .enumerate()
+                .filter(|(_, group)| group.class == Some(class));
             if members.into_iter().all(|(at, _)| held & (1 << at) != 0) {
                 layers = layers.with(Layer::class(class));
             }
@@ -141,7 +164,11 @@ impl Groups {
     /// count further copies of as many, already.
     pub(super) fn store(&mut self, at: usize, engine: EngineHash, most: usize) -> Option<bool> {
         let is_known = self.holds.contains_key(&engine);
-        let room = if is_known { self.extra.len() < most } else { self.holds.len() < most };
+        let room = if is_known {
+            self.extra.len() < most
+        } else {
+            self.holds.len() < most
+        };
         room.then(|| self.store_one(at, engine))
     }
 
@@ -161,7 +188,9 @@ impl Groups {
 
     /// Copies of a block are counted now; whether they were before.
     fn set_sure(&mut self, at: usize, engine: EngineHash) -> bool {
-        let Some(sure) = &mut self.sure else { return true };
+        let Some(sure) = &mut self.sure else {
+            return true;
+        };
         let sure = sure.entry(engine).or_insert(0);
         let was = *sure & (1 << at) != 0;
         *sure |= 1 << at;
@@ -171,7 +200,9 @@ impl Groups {
     /// Takes out one copy of a block; false if the group does not hold it.
     pub(super) fn remove(&mut self, at: usize, engine: EngineHash) -> bool {
         let bit = 1 << at;
-        let Some(held) = self.holds.get_mut(&engine).filter(|held| **held & bit != 0) else { return false };
+        let Some(held) = self.holds.get_mut(&engine).filter(|held| **held & bit != 0) else {
+            return false;
+        };
         if let Some(extra) = self.extra.get_mut(&(engine, at)) {
             *extra -= 1;
             if *extra == 0 {
@@ -196,27 +227,45 @@ impl Groups {
 
     /// What the groups of a class hold of a block is gone, as far as it was not counted since events were lost.
     pub(super) fn forget(&mut self, engine: EngineHash, class: usize) {
-        let members = self.known.iter().enumerate().filter(|(_, group)| group.class == Some(class));
-        self.drop_unsure(engine, members.fold(0, |members, (at, _)| members | 1 << at));
+        let members = self
+            .known
+            .iter()
+            .enumerate()
+            .filter(|(_, group)| group.class == Some(class));
+        self.drop_unsure(
+            engine,
+            members.fold(0, |members, (at, _)| members | 1 << at),
+        );
     }
 
     /// The same of all groups, for each block that is not among those that have a place.
     pub(super) fn forget_others(&mut self, has_place: impl Fn(EngineHash) -> bool) {
-        let others: Vec<_> = self.holds.keys().copied().filter(|engine| !has_place(*engine)).collect();
-        others.into_iter().for_each(|engine| self.drop_unsure(engine, u64::MAX));
+        let others: Vec<_> = self
+            .holds
+            .keys()
+            .copied()
+            .filter(|engine| !has_place(*engine))
+            .collect();
+        others
+            .into_iter()
+            .for_each(|engine| self.drop_unsure(engine, u64::MAX));
     }
 
     fn drop_unsure(&mut self, engine: EngineHash, members: u64) {
         let Some(sure) = &self.sure else { return };
         let gone = members & !sure.get(&engine).unwrap_or(&0);
-        let Some(held) = self.holds.get_mut(&engine) else { return };
+        let Some(held) = self.holds.get_mut(&engine) else {
+            return;
+        };
         let gone = gone & *held;
         *held &= !gone;
         if *held == 0 {
             self.holds.remove(&engine);
         }
         if !self.extra.is_empty() {
-            (0..MOST).filter(|at| gone & (1 << at) != 0).for_each(|at| _ = self.extra.remove(&(engine, at)));
+            (0..MOST)
+                .filter(|at| gone & (1 << at) != 0)
+                .for_each(|at| _ = self.extra.remove(&(engine, at)));
         }
     }
 
@@ -231,14 +280,21 @@ impl Groups {
                 engine,
                 group: at as u32,
                 copies: 1 + self.extra.get(&(engine, at)).copied().unwrap_or(0),
-                doubted: self.sure.as_ref().is_some_and(|sure| sure.get(&engine).unwrap_or(&0) & (1 << at) == 0),
+                doubted: self
+                    .sure
+                    .as_ref()
+                    .is_some_and(|sure| sure.get(&engine).unwrap_or(&0) & (1 << at) == 0),
             })
         })
     }
 
     /// Sets the copies and the doubt of a share. One that exceeded a limit is not held; further copies have the limit `most`.
     pub(super) fn set(&mut self, at: usize, share: &Share, most: usize) {
-        if self.holds.get(&share.engine).is_none_or(|held| held & (1 << at) == 0) {
+        if self
+            .holds
+            .get(&share.engine)
+            .is_none_or(|held| held & (1 << at) == 0)
+        {
             return;
         }
         if share.copies > 1 && self.extra.len() < most {

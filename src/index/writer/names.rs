@@ -94,7 +94,13 @@ impl Names {
         let mixed = mix(name.0);
         let shelf = self.shelf_of(mixed);
         let number = self.shelves.get(shelf)?.find(name, mixed).ok()?;
-        Some((At { shelf: shelf as u32, number }, self.shelves[shelf].log.get(number).named()))
+        Some((
+            At {
+                shelf: shelf as u32,
+                number,
+            },
+            self.shelves[shelf].log.get(number).named(),
+        ))
     }
 
     /// Sets what a name holds; where that is nothing, it is removed.
@@ -152,7 +158,9 @@ impl Names {
         if wanted > self.shelves.len() {
             self.divide(wanted);
         }
-        self.shelves.iter_mut().for_each(|shelf| shelf.reserve(more));
+        self.shelves
+            .iter_mut()
+            .for_each(|shelf| shelf.reserve(more));
     }
 
     /// Gives memory back where most names have gone.
@@ -176,9 +184,18 @@ impl Names {
     /// Enters one name; `None` if it is there already.
     fn begin(&mut self, name: EngineHash, mixed: u64, layers: Layers) -> Option<At> {
         let shelf = self.shelf_of(mixed);
-        let number = self.shelves.get_mut(shelf)?.enter(Entry { layers, ..Entry::new(name) }, mixed)?;
+        let number = self.shelves.get_mut(shelf)?.enter(
+            Entry {
+                layers,
+                ..Entry::new(name)
+            },
+            mixed,
+        )?;
         self.len += 1;
-        Some(At { shelf: shelf as u32, number })
+        Some(At {
+            shelf: shelf as u32,
+            number,
+        })
     }
 
     /// Enters all names anew in so many shelves.
@@ -241,7 +258,9 @@ impl Shelf {
         for at in way(mixed, self.table.len()) {
             let here = match free {
                 Some((free, slot)) => (free == at).then_some(slot),
-                None => Some(self.slots(at).with(0)).filter(|free| *free != 0).map(slot_of),
+                None => Some(self.slots(at).with(0))
+                    .filter(|free| *free != 0)
+                    .map(slot_of),
             };
             let slots = self.slots_mut(at);
             if let Some(slot) = here {
@@ -283,9 +302,17 @@ impl Shelf {
         let mut entries = log.iter().map(|(number, entry)| (number, mix(entry.name)));
         let mut batch = [(0, 0); AHEAD];
         loop {
-            let count = batch.iter_mut().zip(entries.by_ref()).map(|(to, from)| *to = from).count();
-            batch[..count].iter().for_each(|(_, mixed)| prefetch_index(&self.table, seat(*mixed, length) / 2));
-            batch[..count].iter().for_each(|(number, mixed)| self.add(*number, *mixed, None));
+            let count = batch
+                .iter_mut()
+                .zip(entries.by_ref())
+                .map(|(to, from)| *to = from)
+                .count();
+            batch[..count]
+                .iter()
+                .for_each(|(_, mixed)| prefetch_index(&self.table, seat(*mixed, length) / 2));
+            batch[..count]
+                .iter()
+                .for_each(|(number, mixed)| self.add(*number, *mixed, None));
             if count < AHEAD {
                 break;
             }
@@ -358,12 +385,18 @@ fn seat(mixed: u64, lines: usize) -> usize {
 fn way(mixed: u64, lines: usize) -> impl Iterator<Item = usize> {
     let first = seat(mixed, lines);
     let elsewhere = move |at: usize| {
-        let second = seat(u64::from(mixed as u32).wrapping_mul(0x9e37_79b9_7f4a_7c15), lines);
+        let second = seat(
+            u64::from(mixed as u32).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+            lines,
+        );
         let line = second / 2 + at / 2;
         2 * if line < lines { line } else { line - lines } + (second ^ at) % 2
     };
     // A shelf that nothing was entered in has no table.
-    [first, first ^ 1].into_iter().take(2 * lines).chain((0..2 * lines).map(elsewhere))
+    [first, first ^ 1]
+        .into_iter()
+        .take(2 * lines)
+        .chain((0..2 * lines).map(elsewhere))
 }
 
 /// What a slot tells of a name.

@@ -39,12 +39,18 @@ impl RankWriter {
         };
         self.place_names(&mut dump);
         if let Some(groups) = &self.groups {
-            dump.groups = groups.known().iter().map(|group| (group.id, group.need)).collect();
+            dump.groups = groups
+                .known()
+                .iter()
+                .map(|group| (group.id, group.need))
+                .collect();
             dump.shares = groups.shares().collect();
             dump.more_groups = groups.more();
-            dump.shares.sort_unstable_by_key(|share| (share.group, share.engine));
+            dump.shares
+                .sort_unstable_by_key(|share| (share.group, share.engine));
         }
-        dump.names.sort_unstable_by_key(|name| (name.block, name.engine));
+        dump.names
+            .sort_unstable_by_key(|name| (name.block, name.engine));
         dump.waiting.sort_unstable_by_key(|name| name.engine);
         dump
     }
@@ -60,7 +66,10 @@ impl RankWriter {
             let mut homes = Vec::with_capacity(names.len());
             for some in names.chunks(GLANCE) {
                 let trie = shard_trie.read();
-                homes.extend(some.iter().map(|(engine, named)| (trie.home(named.place.block), *engine, *named)));
+                homes.extend(
+                    some.iter()
+                        .map(|(engine, named)| (trie.home(named.place.block), *engine, *named)),
+                );
             }
             drop(names);
             homes.sort_unstable_by_key(|(home, ..)| *home);
@@ -69,8 +78,13 @@ impl RankWriter {
                 let trie = shard_trie.read();
                 for (_, engine, named) in some {
                     let block = row(&trie, named.place.block, &mut rows, &mut dump.blocks);
-                    let copies = self.copies(*engine, named.layers, self.doubts(*engine, named.layers));
-                    dump.names.push(PlacedName { engine: *engine, block, copies });
+                    let copies =
+                        self.copies(*engine, named.layers, self.doubts(*engine, named.layers));
+                    dump.names.push(PlacedName {
+                        engine: *engine,
+                        block,
+                        copies,
+                    });
                 }
             }
         }
@@ -79,14 +93,20 @@ impl RankWriter {
     fn waiting(&self) -> impl Iterator<Item = ApartName> {
         self.waiting.iter().map(|(engine, apart)| {
             let copies = self.copies(engine, apart.tiers, apart.doubts(self.generation));
-            ApartName { engine, parent: apart.parent, local: apart.local, copies }
+            ApartName {
+                engine,
+                parent: apart.parent,
+                local: apart.local,
+                copies,
+            }
         })
     }
 
     fn copies(&self, engine: EngineHash, layers: Layers, doubted: Layers) -> Copies {
         let mut copies = Copies::default();
         for tier in layers.iter_tiers() {
-            copies.counts[tier as usize] = 1 + self.extra.get(&(engine, tier)).copied().unwrap_or(0);
+            copies.counts[tier as usize] =
+                1 + self.extra.get(&(engine, tier)).copied().unwrap_or(0);
             copies.doubted[tier as usize] = doubted.has(tier);
         }
         copies
@@ -111,7 +131,10 @@ impl RankWriter {
         self.restore_groups(dump);
         self.untold = dump.untold;
         self.tally.doubts.lock().close();
-        let needs = self.groups.as_ref().map(|groups| Arc::new(groups.needs().clone()));
+        let needs = self
+            .groups
+            .as_ref()
+            .map(|groups| Arc::new(groups.needs().clone()));
         let mut seats = self.index.seats.write();
         seats.replace(empty, self.seat, needs);
         seats.free(empty);
@@ -119,7 +142,9 @@ impl RankWriter {
 
     fn restore_groups(&mut self, dump: &RankDump) {
         let most = usize::try_from(self.tally.limits().names()).unwrap_or(usize::MAX);
-        let Some(groups) = &mut self.groups else { return };
+        let Some(groups) = &mut self.groups else {
+            return;
+        };
         for share in &dump.shares {
             let Share { group, .. } = share;
             if let Some(at) = groups.find(dump.groups[*group as usize].0) {
@@ -131,7 +156,10 @@ impl RankWriter {
         }
         let mut doubts = self.tally.doubts.lock();
         for (engine, named) in self.names.iter() {
-            groups.sure(engine).iter().for_each(|layer| _ = doubts.hear(named.place, layer));
+            groups
+                .sure(engine)
+                .iter()
+                .for_each(|layer| _ = doubts.hear(named.place, layer));
         }
     }
 
@@ -142,7 +170,10 @@ impl RankWriter {
             (None, Some(apart)) => apart.tiers,
             (None, None) => return,
         };
-        for (tier, count) in copies.held().filter(|(tier, count)| *count > 1 && held.has(*tier)) {
+        for (tier, count) in copies
+            .held()
+            .filter(|(tier, count)| *count > 1 && held.has(*tier))
+        {
             if self.extra.len() as u64 >= self.tally.limits().names() {
                 self.tally.note_over_limit(1);
                 break;
@@ -150,7 +181,9 @@ impl RankWriter {
             self.extra.insert((engine, tier), count - 1);
             self.tally.add_copies(i64::from(count - 1));
         }
-        let doubted = Tier::ALL.into_iter().filter(|tier| copies.doubted[*tier as usize]);
+        let doubted = Tier::ALL
+            .into_iter()
+            .filter(|tier| copies.doubted[*tier as usize]);
         let doubted = doubted.fold(Layers::NONE, Layers::with);
         if let Some(named) = self.names.get(engine) {
             self.count_now(engine, doubted);

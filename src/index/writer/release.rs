@@ -26,7 +26,14 @@ impl RankWriter {
                 }
             }
             self.count(layer, scratch.granted.len() as i64);
-            trie.mark_all(&scratch.granted, Hold { seat: self.seat, layer }, true);
+            trie.mark_all(
+                &scratch.granted,
+                Hold {
+                    seat: self.seat,
+                    layer,
+                },
+                true,
+            );
         }
     }
 
@@ -45,7 +52,15 @@ impl RankWriter {
         if trie.layers(place.block, self.seat).has(layer) {
             *self.aliases.entry((place, layer)).or_insert(0) += 1;
         } else {
-            trie.mark(place.block, 1, Hold { seat: self.seat, layer }, true);
+            trie.mark(
+                place.block,
+                1,
+                Hold {
+                    seat: self.seat,
+                    layer,
+                },
+                true,
+            );
             self.count(layer, 1);
         }
     }
@@ -73,7 +88,11 @@ impl RankWriter {
 
     /// Collects what nobody holds any more of what was lost of one layer in one shard.
     fn gather(&mut self, shard: usize, layer: Layer, scratch: &mut Scratch) {
-        let Scratch { lost, granted: gone, .. } = scratch;
+        let Scratch {
+            lost,
+            granted: gone,
+            ..
+        } = scratch;
         gone.clear();
         lost.retain(|&(place, lost_layer)| {
             let here = lost_layer == layer && usize::from(place.shard) == shard;
@@ -82,7 +101,10 @@ impl RankWriter {
             }
             !here
         });
-        let rows = gone.windows(2).filter(|pair| pair[0].0.abs_diff(pair[1].0) != 1).count();
+        let rows = gone
+            .windows(2)
+            .filter(|pair| pair[0].0.abs_diff(pair[1].0) != 1)
+            .count();
         if rows > gone.len() / 4 {
             gone.sort_unstable();
         }
@@ -93,13 +115,27 @@ impl RankWriter {
 
     fn let_go(&self, trie: &mut Trie, shard: usize, layer: Layer, gone: &[BlockId]) {
         // Under the lock of the trie: whoever hears of a block by an answer looks there whether it is held.
-        self.tally.doubts.lock().left_all(gone.iter().map(|&block| Place { shard: shard as u8, block }), layer);
-        trie.release(gone, Hold { seat: self.seat, layer });
+        self.tally.doubts.lock().left_all(
+            gone.iter().map(|&block| Place {
+                shard: shard as u8,
+                block,
+            }),
+            layer,
+        );
+        trie.release(
+            gone,
+            Hold {
+                seat: self.seat,
+                layer,
+            },
+        );
     }
 
     /// Takes one name off a content; whether another is left.
     fn has_other_name(&mut self, place: Place, layer: Layer) -> bool {
-        let Some(others) = self.aliases.get_mut(&(place, layer)) else { return false };
+        let Some(others) = self.aliases.get_mut(&(place, layer)) else {
+            return false;
+        };
         *others -= 1;
         if *others == 0 {
             self.aliases.remove(&(place, layer));
@@ -119,5 +155,7 @@ impl RankWriter {
 
 /// The layers that a list speaks of.
 fn layers(list: &[(Place, Layer)]) -> impl Iterator<Item = Layer> + use<> {
-    list.iter().fold(Layers::NONE, |layers, (_, layer)| layers.with(*layer)).iter()
+    list.iter()
+        .fold(Layers::NONE, |layers, (_, layer)| layers.with(*layer))
+        .iter()
 }

@@ -21,13 +21,22 @@ enum Gain {
 
 impl RankWriter {
     /// Stores as many of the blocks as the limits of the writer allow.
-    pub(super) fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+    pub(super) fn store(
+        &mut self,
+        parent: Option<EngineHash>,
+        blocks: &[StoredBlock],
+        tier: Tier,
+    ) -> Outcome {
         let (allowed, over) = blocks.split_at(self.allowed(blocks, tier));
         if over.is_empty() {
             return self.store_allowed(parent, blocks, tier);
         }
         self.tally.note_over_limit(over.len() as u64);
-        let outcome = if allowed.is_empty() { Outcome::Ok } else { self.store_allowed(parent, allowed, tier) };
+        let outcome = if allowed.is_empty() {
+            Outcome::Ok
+        } else {
+            self.store_allowed(parent, allowed, tier)
+        };
         match outcome {
             Outcome::Ok | Outcome::DuplicateStore | Outcome::ParentAwaited => Outcome::IndexFull,
             outcome => outcome,
@@ -51,10 +60,15 @@ impl RankWriter {
             let may_move = !self.aliases.is_empty();
             let new_in_tier = may_move || named.is_none_or(|named| !named.layers.has(tier));
             let waiting = self.waiting.get(block.engine).map(|apart| apart.tiers);
-            let is_copy = named.map(|named| named.layers).or(waiting).is_some_and(|layers| layers.has(tier));
+            let is_copy = named
+                .map(|named| named.layers)
+                .or(waiting)
+                .is_some_and(|layers| layers.has(tier));
             // A third copy is counted in the entry of the second one.
             let second_copy = is_copy && !self.extra.contains_key(&(block.engine, tier));
-            let fits = (!new_name || names > 0) && (!new_in_tier || room > 0) && (!second_copy || copies > 0);
+            let fits = (!new_name || names > 0)
+                && (!new_in_tier || room > 0)
+                && (!second_copy || copies > 0);
             copies = copies.saturating_sub(u64::from(second_copy));
             names = names.saturating_sub(u64::from(new_name));
             room = room.saturating_sub(u64::from(new_in_tier));
@@ -63,9 +77,17 @@ impl RankWriter {
         blocks.iter().take_while(|block| fits(block)).count()
     }
 
-    fn store_allowed(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+    fn store_allowed(
+        &mut self,
+        parent: Option<EngineHash>,
+        blocks: &[StoredBlock],
+        tier: Tier,
+    ) -> Outcome {
         // Both are on their way from memory at once then.
-        blocks.first().into_iter().for_each(|block| self.names.fetch(block.engine));
+        blocks
+            .first()
+            .into_iter()
+            .for_each(|block| self.names.fetch(block.engine));
         match parent.map(|parent| (parent, self.names.get(parent))) {
             None => self.store_after(None, blocks, tier),
             Some((_, Some(named))) => self.store_after(Some(named.place), blocks, tier),
@@ -76,10 +98,14 @@ impl RankWriter {
     }
 
     fn store_after(&mut self, after: Option<Place>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
-        let Some(first) = blocks.first() else { return Outcome::Ok };
+        let Some(first) = blocks.first() else {
+            return Outcome::Ok;
+        };
         let shard = after.map_or(shard_of(first.local), |place| usize::from(place.shard));
         let mut scratch = std::mem::take(&mut self.scratch);
-        scratch.locals.extend(blocks.iter().map(|block| block.local));
+        scratch
+            .locals
+            .extend(blocks.iter().map(|block| block.local));
         // Before the lock: growing the map takes long.
         self.names.reserve(blocks.len());
         let after = after.map(|place| place.block);
@@ -95,7 +121,11 @@ impl RankWriter {
 
     /// Enters names that are to get their places, if all of them are new.
     fn begin(&mut self, blocks: &[StoredBlock], tier: Tier, scratch: &mut Scratch) -> bool {
-        self.names.begin_all(blocks.iter().map(|block| block.engine), Layers::one(tier), &mut scratch.begun);
+        self.names.begin_all(
+            blocks.iter().map(|block| block.engine),
+            Layers::one(tier),
+            &mut scratch.begun,
+        );
         let all_new = scratch.begun.len() == blocks.len();
         if !all_new {
             self.undo(&blocks[..scratch.begun.len()]);
@@ -121,8 +151,17 @@ impl RankWriter {
         tier: Tier,
         scratch: &mut Scratch,
     ) -> Outcome {
-        let hold = Hold { seat: self.seat, layer: tier.into() };
-        let Scratch { locals, path, granted: held, begun, .. } = scratch;
+        let hold = Hold {
+            seat: self.seat,
+            layer: tier.into(),
+        };
+        let Scratch {
+            locals,
+            path,
+            granted: held,
+            begun,
+            ..
+        } = scratch;
         {
             let mut trie = self.index.shards[shard].write();
             trie.trace(after, locals, path);
@@ -130,25 +169,37 @@ impl RankWriter {
             trie.extend(path.last().copied().or(after), &locals[known..], hold, path);
             trie.grant(&path[..known], hold, held);
         }
-        let place = |block| Place { shard: shard as u8, block };
+        let place = |block| Place {
+            shard: shard as u8,
+            block,
+        };
         for (at, block) in begun.iter().zip(&*path) {
             self.names.place(*at, place(*block));
         }
         for block in &*held {
-            *self.aliases.entry((place(*block), tier.into())).or_insert(0) += 1;
+            *self
+                .aliases
+                .entry((place(*block), tier.into()))
+                .or_insert(0) += 1;
         }
         let (stored, lost) = blocks.split_at(path.len());
         self.undo(lost);
         self.count(tier.into(), (path.len() - held.len()) as i64);
         self.tally.add_copies(stored.len() as i64);
         if self.generation > 0 {
-            stored.iter().for_each(|block| self.count_now(block.engine, Layers::NONE));
+            stored
+                .iter()
+                .for_each(|block| self.count_now(block.engine, Layers::NONE));
         }
         if tier == Tier::Device {
             let again = self.left.first(stored.iter().map(|block| block.engine));
             self.note_gain(again.map(|at| place(path[at])));
         }
-        if lost.is_empty() { Outcome::Ok } else { Outcome::IndexFull }
+        if lost.is_empty() {
+            Outcome::Ok
+        } else {
+            Outcome::IndexFull
+        }
     }
 
     /// Stores blocks some of whose names are known, or that wait, or that cache groups hold.
@@ -161,7 +212,10 @@ impl RankWriter {
     ) -> Outcome {
         let index = self.index.clone();
         let mut trie = index.shards[shard].write();
-        let hold = Hold { seat: self.seat, layer: tier.into() };
+        let hold = Hold {
+            seat: self.seat,
+            layer: tier.into(),
+        };
         trie.trace(after, &scratch.locals, &mut scratch.path);
         let known = scratch.path.len();
         let last = scratch.path.last().copied().or(after);
@@ -169,7 +223,10 @@ impl RankWriter {
         let (stored, lost) = blocks.split_at(scratch.path.len());
         let (mut gained, mut entered, mut again) = (false, 0, None);
         for (at, block) in stored.iter().enumerate() {
-            let place = Place { shard: shard as u8, block: scratch.path[at] };
+            let place = Place {
+                shard: shard as u8,
+                block: scratch.path[at],
+            };
             if self.name(*block, place, tier, scratch) == Gain::Copy {
                 continue;
             }
@@ -194,8 +251,19 @@ impl RankWriter {
             self.adopt(&mut trie, stored);
         }
         if self.generation > 0 {
-            scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier.into())));
-            let parent = after.filter(|_| tier == Tier::Device).map(|block| Place { shard: shard as u8, block });
+            scratch.sure.extend(scratch.path.iter().map(|&block| {
+                (
+                    Place {
+                        shard: shard as u8,
+                        block,
+                    },
+                    tier.into(),
+                )
+            }));
+            let parent = after.filter(|_| tier == Tier::Device).map(|block| Place {
+                shard: shard as u8,
+                block,
+            });
             self.hear(&scratch.sure, parent.map(|parent| (&*trie, parent)));
         }
         self.release(&mut trie, shard, scratch);
@@ -211,18 +279,30 @@ impl RankWriter {
     /// A block that left lately is there again.
     fn note_gain(&self, again: Option<Place>) {
         if let Some(again) = again {
-            self.tally.gains.lock().note(self.tally.moment().stores + 1, again);
+            self.tally
+                .gains
+                .lock()
+                .note(self.tally.moment().stores + 1, again);
         }
     }
 
     /// Enters one copy of a name. A name that stood for another content until now lets go of that: the engine's word
     /// is the newer one.
-    fn name(&mut self, block: StoredBlock, place: Place, tier: Tier, scratch: &mut Scratch) -> Gain {
+    fn name(
+        &mut self,
+        block: StoredBlock,
+        place: Place,
+        tier: Tier,
+        scratch: &mut Scratch,
+    ) -> Gain {
         let engine = block.engine;
         if !self.waiting.is_empty() && self.name_waiting(block, place, tier, scratch) {
             return Gain::Name;
         }
-        let fresh = Named { place, layers: Layers::one(tier) };
+        let fresh = Named {
+            place,
+            layers: Layers::one(tier),
+        };
         let before = self.names.seek(engine);
         let doubted = before.map_or(Layers::NONE, |(_, named)| self.doubts(engine, named.layers));
         match before {
@@ -234,7 +314,9 @@ impl RankWriter {
             Some((_, named)) if named.place != place => {
                 self.names.set(engine, fresh);
                 self.count_now(engine, Layers::NONE);
-                scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+                scratch
+                    .lost
+                    .extend(named.layers.iter().map(|layer| (named.place, layer)));
                 self.forget_copies(engine, named.layers);
                 self.name_in_groups(engine, scratch);
             }
@@ -265,22 +347,40 @@ impl RankWriter {
         let layers = groups.layers(engine);
         if let Some((at, named)) = self.names.seek(engine) {
             self.names.hold(at, named.layers.and(layers));
-            scratch.won.extend(layers.iter().map(|layer| (named.place, layer)));
-            scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
+            scratch
+                .won
+                .extend(layers.iter().map(|layer| (named.place, layer)));
+            scratch
+                .sure
+                .extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
     }
 
     /// Enters one copy of a name that had no place until now. What it holds already comes along if it is the same block.
     #[cold]
-    fn name_waiting(&mut self, block: StoredBlock, place: Place, tier: Tier, scratch: &mut Scratch) -> bool {
+    fn name_waiting(
+        &mut self,
+        block: StoredBlock,
+        place: Place,
+        tier: Tier,
+        scratch: &mut Scratch,
+    ) -> bool {
         let engine = block.engine;
-        let Some(apart) = self.take_waiting(engine) else { return false };
+        let Some(apart) = self.take_waiting(engine) else {
+            return false;
+        };
         if apart.local != block.local {
             self.forget_copies(engine, apart.tiers);
             return false;
         }
         let mut doubted = apart.doubts(self.generation);
-        scratch.sure.extend(apart.tiers.except(doubted).iter().map(|layer| (place, layer)));
+        scratch.sure.extend(
+            apart
+                .tiers
+                .except(doubted)
+                .iter()
+                .map(|layer| (place, layer)),
+        );
         if apart.tiers.has(tier) && !doubted.has(tier) {
             *self.extra.entry((engine, tier)).or_insert(0) += 1;
             self.tally.add_copies(1);
@@ -290,7 +390,9 @@ impl RankWriter {
         } else {
             self.tally.add_copies(1);
         }
-        scratch.won.extend(apart.tiers.without(tier).iter().map(|layer| (place, layer)));
+        scratch
+            .won
+            .extend(apart.tiers.without(tier).iter().map(|layer| (place, layer)));
         let layers = apart.tiers.with(tier);
         self.names.set(engine, Named { place, layers });
         self.count_now(engine, doubted);
@@ -305,7 +407,11 @@ impl RankWriter {
             if let Some(before) = self.place_before(*block) {
                 // Its name tells where it is, and so where the rest of the run is.
                 let outcome = self.store_after(before, &blocks[at..], tier);
-                return if at == 0 { outcome } else { Outcome::ParentAwaited };
+                return if at == 0 {
+                    outcome
+                } else {
+                    Outcome::ParentAwaited
+                };
             }
             if !self.wait(parent, *block, tier) {
                 full = true;
@@ -326,14 +432,19 @@ impl RankWriter {
     /// What a block follows that is known by name with this content: a block, or the start.
     fn place_before(&self, block: StoredBlock) -> Option<Option<Place>> {
         let place = self.names.get(block.engine)?.place;
-        let (before, local) = self.index.shards[usize::from(place.shard)].read().origin(place.block);
+        let (before, local) = self.index.shards[usize::from(place.shard)]
+            .read()
+            .origin(place.block);
         (local == block.local).then(|| before.map(|block| Place { block, ..place }))
     }
 
     /// Enters one copy of a block that has no place yet; false if too many wait already.
     fn wait(&mut self, parent: EngineHash, block: StoredBlock, tier: Tier) -> bool {
         let StoredBlock { engine, local } = block;
-        let known = self.waiting.get_mut(engine).filter(|apart| (apart.parent, apart.local) == (parent, local));
+        let known = self
+            .waiting
+            .get_mut(engine)
+            .filter(|apart| (apart.parent, apart.local) == (parent, local));
         if let Some(apart) = known {
             (apart.doubted, apart.counted) = (apart.doubts(self.generation), self.generation);
             if !apart.tiers.has(tier) {
@@ -353,7 +464,13 @@ impl RankWriter {
             return false;
         }
         self.forget(engine);
-        let apart = Apart { parent, local, tiers: Layers::one(tier), doubted: Layers::NONE, counted: self.generation };
+        let apart = Apart {
+            parent,
+            local,
+            tiers: Layers::one(tier),
+            doubted: Layers::NONE,
+            counted: self.generation,
+        };
         self.waiting.insert(engine, apart);
         self.tally.add_waiting(1);
         self.tally.add_blocks(tier, 1);
@@ -371,7 +488,9 @@ impl RankWriter {
             self.uncount(engine);
             self.forget_copies(engine, named.layers);
             // Released with the rest of the event.
-            self.scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+            self.scratch
+                .lost
+                .extend(named.layers.iter().map(|layer| (named.place, layer)));
         }
     }
 
@@ -384,7 +503,10 @@ impl RankWriter {
 
     fn placed(&self, apart: &Apart) {
         self.tally.add_waiting(-1);
-        apart.tiers.iter_tiers().for_each(|tier| self.tally.add_blocks(tier, -1));
+        apart
+            .tiers
+            .iter_tiers()
+            .for_each(|tier| self.tally.add_blocks(tier, -1));
     }
 
     fn forget_copies(&mut self, engine: EngineHash, layers: Layers) {
@@ -402,7 +524,10 @@ impl RankWriter {
     /// Gives places to the blocks that have waited for these. All in one step, because readers see an event whole; how many
     /// may wait is bounded.
     fn adopt(&mut self, trie: &mut Trie, blocks: &[StoredBlock]) {
-        let awaited = blocks.iter().map(|block| block.engine).filter(|engine| self.waiting.has_child(*engine));
+        let awaited = blocks
+            .iter()
+            .map(|block| block.engine)
+            .filter(|engine| self.waiting.has_child(*engine));
         let mut parents: Vec<EngineHash> = awaited.collect();
         while let Some(&parent) = parents.last() {
             let place = self.names.get(parent).map(|named| named.place);
@@ -419,7 +544,10 @@ impl RankWriter {
     /// Gives a place after another to a block that waits no longer.
     fn adopt_one(&mut self, trie: &mut Trie, after: Place, child: EngineHash, apart: &Apart) {
         self.placed(apart);
-        let groups = self.groups.as_ref().map_or(Layers::NONE, |groups| groups.layers(child));
+        let groups = self
+            .groups
+            .as_ref()
+            .map_or(Layers::NONE, |groups| groups.layers(child));
         let layers = apart.tiers.and(groups);
         let mut path = Vec::new();
         trie.trace(Some(after.block), &[apart.local], &mut path);
@@ -427,7 +555,10 @@ impl RankWriter {
             if let Some(&block) = path.first() {
                 self.gain(trie, Place { block, ..after }, layer);
             } else {
-                let hold = Hold { seat: self.seat, layer };
+                let hold = Hold {
+                    seat: self.seat,
+                    layer,
+                };
                 trie.extend(Some(after.block), &[apart.local], hold, &mut path);
                 self.count(layer, path.len() as i64);
             }
@@ -439,9 +570,22 @@ impl RankWriter {
         };
         let place = Place { block, ..after };
         let sure = layers.tiers().except(apart.doubts(self.generation));
-        let sure = sure.and(self.groups.as_ref().map_or(Layers::NONE, |groups| groups.sure(child)));
-        self.hear(&sure.iter().map(|layer| (place, layer)).collect::<Vec<_>>(), None);
+        let sure = sure.and(
+            self.groups
+                .as_ref()
+                .map_or(Layers::NONE, |groups| groups.sure(child)),
+        );
+        self.hear(
+            &sure.iter().map(|layer| (place, layer)).collect::<Vec<_>>(),
+            None,
+        );
         self.names.set(child, Named { place, layers });
-        self.set_counted(child, Counted { doubted: apart.doubted, since: apart.counted });
+        self.set_counted(
+            child,
+            Counted {
+                doubted: apart.doubted,
+                since: apart.counted,
+            },
+        );
     }
 }

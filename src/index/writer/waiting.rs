@@ -23,7 +23,11 @@ pub(super) struct Apart {
 
 impl Apart {
     pub(super) fn doubts(&self, generation: u32) -> Layers {
-        if self.counted == generation { self.doubted } else { self.tiers }
+        if self.counted == generation {
+            self.doubted
+        } else {
+            self.tiers
+        }
     }
 }
 

@@ -42,7 +42,9 @@ impl Breaker {
 
     pub(super) fn failed(&mut self, now: Instant, most: u32, rest: Duration) {
         *self = match *self {
-            Breaker::Closed { failures } if failures + 1 < most.max(1) => Breaker::Closed { failures: failures + 1 },
+            Breaker::Closed { failures } if failures + 1 < most.max(1) => Breaker::Closed {
+                failures: failures + 1,
+            },
             // Those who asked before it was opened do not make it longer.
             Breaker::Open(until) => Breaker::Open(until),
             Breaker::Closed { .. } | Breaker::HalfOpen(_) => Breaker::Open(now + rest),
@@ -70,13 +72,25 @@ mod tests {
         breaker.failed(at(1), 3, REST);
         // Those under way fail late.
         breaker.failed(at(4), 3, REST);
-        assert_eq!([5, 6, 6].map(|second| breaker.admits(at(second), REST)), [false, true, false]);
+        assert_eq!(
+            [5, 6, 6].map(|second| breaker.admits(at(second), REST)),
+            [false, true, false]
+        );
         breaker.failed(at(7), 3, REST);
-        assert_eq!([11, 12, 13].map(|second| breaker.admits(at(second), REST)), [false, true, false]);
+        assert_eq!(
+            [11, 12, 13].map(|second| breaker.admits(at(second), REST)),
+            [false, true, false]
+        );
         // The one that tried was given up.
-        assert_eq!([16, 17].map(|second| breaker.admits(at(second), REST)), [false, true]);
+        assert_eq!(
+            [16, 17].map(|second| breaker.admits(at(second), REST)),
+            [false, true]
+        );
         breaker.succeeded();
-        assert_eq!([17, 17].map(|second| breaker.admits(at(second), REST)), [true, true]);
+        assert_eq!(
+            [17, 17].map(|second| breaker.admits(at(second), REST)),
+            [true, true]
+        );
         assert_eq!(breaker, Breaker::Closed { failures: 0 });
     }
 }

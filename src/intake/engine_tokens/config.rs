@@ -87,17 +87,33 @@ impl EngineTokensConfig {
         });
         problems.extend(addresses);
         if self.deadline.get().is_zero() {
-            problems.push(Problem::of("deadline", "no answer could come within 0s; the default is 300ms"));
+            problems.push(Problem::of(
+                "deadline",
+                "no answer could come within 0s; the default is 300ms",
+            ));
         }
         if let Some(Err(error)) = self.token_file.as_ref().map(std::fs::metadata) {
-            let path = self.token_file.as_deref().unwrap_or(Path::new("")).display();
-            problems.push(Problem::of("token_file", format!("{path} cannot be read: {error}")));
+            let path = self
+                .token_file
+                .as_deref()
+                .unwrap_or(Path::new(""))
+                .display();
+            problems.push(Problem::of(
+                "token_file",
+                format!("{path} cannot be read: {error}"),
+            ));
         }
         if self.in_flight == 0 {
-            problems.push(Problem::of("in_flight", "nobody would ever be asked; the default is 64"));
+            problems.push(Problem::of(
+                "in_flight",
+                "nobody would ever be asked; the default is 64",
+            ));
         }
         if self.failures == 0 {
-            problems.push(Problem::of("failures", "nobody rests without having failed; the default is 3"));
+            problems.push(Problem::of(
+                "failures",
+                "nobody rests without having failed; the default is 3",
+            ));
         }
         problems
     }

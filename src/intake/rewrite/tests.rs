@@ -7,9 +7,22 @@ fn rewrites(text: &str) -> Rewrites {
 }
 
 /// Without pools and further rules.
-fn choose<'a>(rules: &'a Rewrites, name: Option<&'a str>, header: Option<&'a str>, random: f64) -> Option<&'a str> {
+fn choose<'a>(
+    rules: &'a Rewrites,
+    name: Option<&'a str>,
+    header: Option<&'a str>,
+    random: f64,
+) -> Option<&'a str> {
     static NONE: Rewrites = Rewrites { rules: Vec::new() };
-    rules.choose(&NONE, AskedModel { name, header, pool: None }, random)
+    rules.choose(
+        &NONE,
+        AskedModel {
+            name,
+            header,
+            pool: None,
+        },
+        random,
+    )
 }
 
 #[test]
@@ -36,10 +49,20 @@ fn a_rule_for_the_model_beats_one_for_all_and_then_the_first() {
         (Some("a"), Some("a"), None),
     ];
     for (asked, header, chosen) in cases {
-        assert_eq!(choose(&rules, asked, header, 0.5), chosen, "{asked:?} {header:?}");
+        assert_eq!(
+            choose(&rules, asked, header, 0.5),
+            chosen,
+            "{asked:?} {header:?}"
+        );
     }
     let named = rewrites(r#"{"rules": [{"models": ["a"], "to": [{"model": "b"}]}]}"#);
-    assert_eq!([choose(&named, None, None, 0.0), choose(&named, Some("b"), None, 0.0)], [None, None]);
+    assert_eq!(
+        [
+            choose(&named, None, None, 0.0),
+            choose(&named, Some("b"), None, 0.0)
+        ],
+        [None, None]
+    );
     assert_eq!(choose(&Rewrites::default(), Some("a"), None, 0.0), None);
     assert!(Rewrites::default().is_empty() && !named.is_empty());
 }
@@ -47,13 +70,22 @@ fn a_rule_for_the_model_beats_one_for_all_and_then_the_first() {
 #[test]
 fn shares_are_as_the_weights_say() {
     let cases: [(&str, &[(&str, usize)]); 4] = [
-        (r#"[{"model": "a", "weight": 90}, {"model": "b", "weight": 10}]"#, &[("a", 900), ("b", 100)]),
+        (
+            r#"[{"model": "a", "weight": 90}, {"model": "b", "weight": 10}]"#,
+            &[("a", 900), ("b", 100)],
+        ),
         (
             r#"[{"model": "a"}, {"model": "b"}, {"model": "c"}, {"model": "d"}]"#,
             &[("a", 250), ("b", 250), ("c", 250), ("d", 250)],
         ),
-        (r#"[{"model": "a", "weight": 0}, {"model": "b", "weight": 1}, {"model": "c", "weight": 0}]"#, &[("b", 1000)]),
-        (r#"[{"model": "a", "weight": 4294967295}, {"model": "b", "weight": 4294967295}]"#, &[("a", 500), ("b", 500)]),
+        (
+            r#"[{"model": "a", "weight": 0}, {"model": "b", "weight": 1}, {"model": "c", "weight": 0}]"#,
+            &[("b", 1000)],
+        ),
+        (
+            r#"[{"model": "a", "weight": 4294967295}, {"model": "b", "weight": 4294967295}]"#,
+            &[("a", 500), ("b", 500)],
+        ),
     ];
     for (targets, shares) in cases {
         let rules = rewrites(&format!(r#"{{"rules": [{{"to": {targets}}}]}}"#));
@@ -66,14 +98,18 @@ fn shares_are_as_the_weights_say() {
             }
         }
         assert_eq!(counts, shares, "{targets}");
-        assert!(choose(&rules, None, None, 1.0).is_some(), "whatever the dice say");
+        assert!(
+            choose(&rules, None, None, 1.0).is_some(),
+            "whatever the dice say"
+        );
     }
 }
 
 #[test]
 fn a_model_that_is_also_sent_to_itself_keeps_its_share() {
-    let rules =
-        rewrites(r#"{"rules": [{"models": ["a"], "to": [{"model": "a", "weight": 3}, {"model": "b", "weight": 1}]}]}"#);
+    let rules = rewrites(
+        r#"{"rules": [{"models": ["a"], "to": [{"model": "a", "weight": 3}, {"model": "b", "weight": 1}]}]}"#,
+    );
     assert_eq!(choose(&rules, Some("a"), None, 0.74), None);
     assert_eq!(choose(&rules, Some("a"), None, 0.75), Some("b"));
 }
@@ -81,14 +117,32 @@ fn a_model_that_is_also_sent_to_itself_keeps_its_share() {
 #[test]
 fn rules_of_pools_come_after_the_configured_ones_and_hold_for_their_pool() {
     let rule = |text: &str| serde_json::from_str::<RewriteRule>(text).unwrap();
-    let own = rewrites(r#"{"rules": [{"to": [{"model": "own"}]}, {"models": ["a"], "to": [{"model": "own-a"}]}]}"#);
+    let own = rewrites(
+        r#"{"rules": [{"to": [{"model": "own"}]}, {"models": ["a"], "to": [{"model": "own-a"}]}]}"#,
+    );
     let pools = Rewrites::of_pools([
         ("p".into(), rule(r#"{"to": [{"model": "p"}]}"#)),
-        ("p".into(), rule(r#"{"models": ["a", "b"], "to": [{"model": "p-b"}]}"#)),
-        ("q".into(), rule(r#"{"models": ["b", "c"], "to": [{"model": "q-c", "weight": 0}]}"#)),
+        (
+            "p".into(),
+            rule(r#"{"models": ["a", "b"], "to": [{"model": "p-b"}]}"#),
+        ),
+        (
+            "q".into(),
+            rule(r#"{"models": ["b", "c"], "to": [{"model": "q-c", "weight": 0}]}"#),
+        ),
     ]);
     let chosen = |first: &Rewrites, name: Option<&str>, pool: Option<&str>| {
-        first.choose(&pools, AskedModel { name, header: None, pool }, 0.5).map(str::to_owned)
+        first
+            .choose(
+                &pools,
+                AskedModel {
+                    name,
+                    header: None,
+                    pool,
+                },
+                0.5,
+            )
+            .map(str::to_owned)
     };
     let none = Rewrites::default();
     for (name, pool, with, without) in [
@@ -99,8 +153,16 @@ fn rules_of_pools_come_after_the_configured_ones_and_hold_for_their_pool() {
         (Some("c"), Some("other"), "own", None),
         (None, Some("p"), "own", Some("p")),
     ] {
-        assert_eq!(chosen(&own, name, pool).as_deref(), Some(with), "{name:?} {pool:?}");
-        assert_eq!(chosen(&none, name, pool).as_deref(), without, "{name:?} {pool:?}");
+        assert_eq!(
+            chosen(&own, name, pool).as_deref(),
+            Some(with),
+            "{name:?} {pool:?}"
+        );
+        assert_eq!(
+            chosen(&none, name, pool).as_deref(),
+            without,
+            "{name:?} {pool:?}"
+        );
     }
 }
 
@@ -109,7 +171,13 @@ fn rules_of_pools_come_after_the_configured_ones_and_hold_for_their_pool() {
 fn weights_of_nothing_are_equal_shares_and_a_missing_one_beside_others_is_nothing() {
     let of = |to: &str| Rewrites::of_pools([("p".into(), serde_json::from_str(to).unwrap())]);
     let zero = of(r#"{"to": [{"model": "a", "weight": 0}, {"model": "b"}]}"#);
-    assert_eq!([0.4, 0.6].map(|random| choose(&zero, None, None, random)), [Some("a"), Some("b")]);
+    assert_eq!(
+        [0.4, 0.6].map(|random| choose(&zero, None, None, random)),
+        [Some("a"), Some("b")]
+    );
     let mixed = of(r#"{"to": [{"model": "a"}, {"model": "b", "weight": 1}]}"#);
-    assert_eq!([0.0, 0.9].map(|random| choose(&mixed, None, None, random)), [Some("b"), Some("b")]);
+    assert_eq!(
+        [0.0, 0.9].map(|random| choose(&mixed, None, None, random)),
+        [Some("b"), Some("b")]
+    );
 }

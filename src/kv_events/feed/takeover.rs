@@ -12,7 +12,9 @@ impl Feed {
     pub(super) fn moving<T>(&mut self, change: impl FnOnce(&mut Self) -> T) -> T {
         let position = self.sink.position.clone();
         // Whoever copies the rank takes long, and these threads serve others, too.
-        let mut position = position.try_lock().unwrap_or_else(|| aside(|| position.lock()));
+        let mut position = position
+            .try_lock()
+            .unwrap_or_else(|| aside(|| position.lock()));
         let outcome = change(self);
         *position = self.position();
         outcome
@@ -26,16 +28,29 @@ impl Feed {
         }
         let ((seq, digest), taught) = self.sequencer.applied().zip(self.normalizer.taught())?;
         let engine = standing.engine_block_size.map(|size| size.0.get());
-        let taught = Taught { engine, dropped: self.dropped, ..taught };
-        Some(Position { seq, digest: digest.0, reading: self.reading, live: true, taught })
+        let taught = Taught {
+            engine,
+            dropped: self.dropped,
+            ..taught
+        };
+        Some(Position {
+            seq,
+            digest: digest.0,
+            reading: self.reading,
+            live: true,
+            taught,
+        })
     }
 
     /// Whether this is where another reader was a moment ago, so that the number of the next batch tells if any is missing.
     /// Asked once.
     pub(in crate::kv_events) fn takes_over(&mut self) -> bool {
-        let Some(from) = self.resumed.take() else { return false };
+        let Some(from) = self.resumed.take() else {
+            return false;
+        };
         let engine = from.taught.engine.and_then(BlockSize::new);
-        self.witness.note(|source| engine.into_iter().for_each(|engine| source.sized(engine)));
+        self.witness
+            .note(|source| engine.into_iter().for_each(|engine| source.sized(engine)));
         self.moving(Self::settle_doubts);
         from.live
     }

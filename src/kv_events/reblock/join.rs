@@ -43,7 +43,10 @@ struct Part {
 #[derive(Debug)]
 enum Content {
     /// A beginning or a middle: what follows needs its tokens.
-    Tokens { ids: Box<[u32]>, objects: Box<[u64]> },
+    Tokens {
+        ids: Box<[u32]>,
+        objects: Box<[u64]>,
+    },
     /// The last part: our block.
     Whole(Block),
 }
@@ -60,7 +63,11 @@ struct Block {
 
 impl Block {
     fn new(local: LocalHash) -> Self {
-        Self { local, told: [false; TIERS], counted: [0; TIERS] }
+        Self {
+            local,
+            told: [false; TIERS],
+            counted: [0; TIERS],
+        }
     }
 
     fn is_placed(&self) -> bool {
@@ -94,13 +101,19 @@ struct Told(Vec<KvEvent>);
 
 impl Told {
     fn stored(&mut self, after: Option<EngineHash>, block: StoredBlock, tier: Tier) {
-        if let Some(KvEvent::Stored { blocks, tier: last, .. }) = self.0.last_mut()
+        if let Some(KvEvent::Stored {
+            blocks, tier: last, ..
+        }) = self.0.last_mut()
             && *last == tier
             && blocks.last().map(|block| block.engine) == after
         {
             return blocks.push(block);
         }
-        self.0.push(KvEvent::Stored { parent: after, blocks: vec![block], tier });
+        self.0.push(KvEvent::Stored {
+            parent: after,
+            blocks: vec![block],
+            tier,
+        });
     }
 
     fn removed(&mut self, block: EngineHash, tier: Tier) {
@@ -109,13 +122,21 @@ impl Told {
         {
             return blocks.push(block);
         }
-        self.0.push(KvEvent::Removed { blocks: vec![block], tier });
+        self.0.push(KvEvent::Removed {
+            blocks: vec![block],
+            tier,
+        });
     }
 }
 
 impl Chains {
     pub(super) fn new(engine: BlockSize, ours: BlockSize, gaps: u32) -> Self {
-        Self { engine, ours, parts: HashMap::new(), gaps }
+        Self {
+            engine,
+            ours,
+            parts: HashMap::new(),
+            gaps,
+        }
     }
 
     pub(super) fn engine(&self) -> BlockSize {
@@ -132,13 +153,22 @@ impl Chains {
         let mut outcome = Outcome::DuplicateStore;
         let mut parent = run.parent;
         if parent.is_some_and(|parent| !self.parts.contains_key(&parent)) {
-            return Regrouped { events: Vec::new(), outcome: Outcome::ParentNotFound };
+            return Regrouped {
+                events: Vec::new(),
+                outcome: Outcome::ParentNotFound,
+            };
         }
         for (at, &name) in run.names.iter().enumerate() {
             let end = (at + 1) * size + usize::from(run.bigrams);
-            let Some(ids) = tokens.get(at * size..end) else { break };
+            let Some(ids) = tokens.get(at * size..end) else {
+                break;
+            };
             let objects = run.objects.get(at).map_or(&[][..], Vec::as_slice);
-            if self.parts.get(&name).is_some_and(|part| part.parent != parent) {
+            if self
+                .parts
+                .get(&name)
+                .is_some_and(|part| part.parent != parent)
+            {
                 self.purge(name, &mut told);
             }
             if !self.parts.contains_key(&name) && !self.insert(name, parent, run, (ids, objects)) {
@@ -153,7 +183,10 @@ impl Chains {
         if run.names.is_empty() {
             outcome = Outcome::Ok;
         }
-        Regrouped { events: told.0, outcome }
+        Regrouped {
+            events: told.0,
+            outcome,
+        }
     }
 
     /// Enters a part that no tier holds yet; false where there are too many.
@@ -172,31 +205,54 @@ impl Chains {
             None => 0,
         };
         let content = if place + 1 == self.parts_per_block() {
-            let Some(local) = self.local(parent, run, (ids, objects)) else { return false };
+            let Some(local) = self.local(parent, run, (ids, objects)) else {
+                return false;
+            };
             Content::Whole(Block::new(local))
         } else {
-            Content::Tokens { ids: ids.into(), objects: objects.into() }
+            Content::Tokens {
+                ids: ids.into(),
+                objects: objects.into(),
+            }
         };
         if let Some(parent) = parent.and_then(|parent| self.parts.get_mut(&parent)) {
             parent.children.push(name);
         }
-        let part = Part { parent, children: vec![], place, content, copies: [0; TIERS], counted: [0; TIERS] };
+        let part = Part {
+            parent,
+            children: vec![],
+            place,
+            content,
+            copies: [0; TIERS],
+            counted: [0; TIERS],
+        };
         self.parts.insert(name, part);
         true
     }
 
     /// The hash of the block of ours that a part completes.
-    fn local(&self, parent: Option<EngineHash>, run: &Run<'_>, (ids, objects): (&[u32], &[u64])) -> Option<LocalHash> {
+    fn local(
+        &self,
+        parent: Option<EngineHash>,
+        run: &Run<'_>,
+        (ids, objects): (&[u32], &[u64]),
+    ) -> Option<LocalHash> {
         let mut before: Vec<(&[u32], &[u64])> = vec![(ids, objects)];
         let mut next = parent;
         while before.len() < self.parts_per_block() {
             let part = self.parts.get(&next?)?;
-            let Content::Tokens { ids, objects } = &part.content else { return None };
+            let Content::Tokens { ids, objects } = &part.content else {
+                return None;
+            };
             // Bigrams overlap: the last token of one part is the first of the next.
             before.push((&ids[..self.engine.tokens()], objects));
             next = part.parent;
         }
-        let tokens: Vec<u32> = before.iter().rev().flat_map(|(ids, _)| ids.iter().copied()).collect();
+        let tokens: Vec<u32> = before
+            .iter()
+            .rev()
+            .flat_map(|(ids, _)| ids.iter().copied())
+            .collect();
         let mut all: Vec<u64> = Vec::new();
         for (_, objects) in before.iter().rev() {
             // What goes on from one part into the next is one object.
@@ -208,10 +264,22 @@ impl Chains {
 
     /// One more copy of a part; whether it is the first in this tier.
     fn add_copy(&mut self, name: EngineHash, tier: Tier, told: &mut Told) -> bool {
-        let Some(part) = self.parts.get_mut(&name) else { return false };
-        let (copies, counted) = (&mut part.copies[tier as usize], &mut part.counted[tier as usize]);
-        let (first, confirmed) = (*copies == 0, std::mem::replace(counted, self.gaps) != self.gaps);
-        *copies = if first || confirmed { 1 } else { copies.saturating_add(1) };
+        let Some(part) = self.parts.get_mut(&name) else {
+            return false;
+        };
+        let (copies, counted) = (
+            &mut part.copies[tier as usize],
+            &mut part.counted[tier as usize],
+        );
+        let (first, confirmed) = (
+            *copies == 0,
+            std::mem::replace(counted, self.gaps) != self.gaps,
+        );
+        *copies = if first || confirmed {
+            1
+        } else {
+            copies.saturating_add(1)
+        };
         if first || confirmed {
             self.tell_from(name, told);
         }
@@ -222,7 +290,9 @@ impl Chains {
     fn tell_from(&mut self, name: EngineHash, told: &mut Told) {
         let mut open = vec![name];
         while let Some(name) = open.pop() {
-            let Some(part) = self.parts.get(&name) else { continue };
+            let Some(part) = self.parts.get(&name) else {
+                continue;
+            };
             if part.block().is_none() {
                 open.extend(part.children.iter().rev());
                 continue;
@@ -231,7 +301,9 @@ impl Chains {
             for tier in Tier::ALL {
                 self.tell(name, tier, told);
             }
-            let Some(part) = self.parts.get(&name) else { continue };
+            let Some(part) = self.parts.get(&name) else {
+                continue;
+            };
             if !was_placed && part.block().is_some_and(Block::is_placed) {
                 open.extend(part.children.iter().rev());
             }
@@ -240,12 +312,19 @@ impl Chains {
 
     /// Tells of one block of ours in one tier, if that is news and its place is known to the index.
     fn tell(&mut self, name: EngineHash, tier: Tier, told: &mut Told) {
-        let Some((before, held, doubted)) = self.stretch(name, tier) else { return };
+        let Some((before, held, doubted)) = self.stretch(name, tier) else {
+            return;
+        };
         if !held || before.is_some_and(|before| !self.is_placed(before)) {
             return;
         }
-        let Some(block) = self.parts.get_mut(&name).and_then(Part::block_mut) else { return };
-        let (is_told, counted) = (&mut block.told[tier as usize], &mut block.counted[tier as usize]);
+        let Some(block) = self.parts.get_mut(&name).and_then(Part::block_mut) else {
+            return;
+        };
+        let (is_told, counted) = (
+            &mut block.told[tier as usize],
+            &mut block.counted[tier as usize],
+        );
         // Told again, the index doubts it no longer.
         let is_confirmed = *counted != self.gaps && !doubted;
         if *is_told && !is_confirmed {
@@ -253,12 +332,18 @@ impl Chains {
         }
         *is_told = true;
         *counted = self.gaps;
-        let block = StoredBlock { engine: name, local: block.local };
+        let block = StoredBlock {
+            engine: name,
+            local: block.local,
+        };
         told.stored(before, block, tier);
     }
 
     fn is_placed(&self, name: EngineHash) -> bool {
-        self.parts.get(&name).and_then(Part::block).is_some_and(Block::is_placed)
+        self.parts
+            .get(&name)
+            .and_then(Part::block)
+            .is_some_and(Block::is_placed)
     }
 
     /// Of the block of ours that ends with a part: the one before it, whether all parts are held, and whether any is doubted.
@@ -268,7 +353,8 @@ impl Chains {
         for at in 0..self.parts_per_block() {
             let part = self.parts.get(&next?)?;
             held &= part.copies[tier as usize] > 0;
-            doubted |= part.counted[tier as usize] != self.gaps && (at == 0 || tier != Tier::Device);
+            doubted |=
+                part.counted[tier as usize] != self.gaps && (at == 0 || tier != Tier::Device);
             next = part.parent;
         }
         Some((next, held, doubted))
@@ -278,7 +364,10 @@ impl Chains {
     pub(super) fn remove(&mut self, names: &[EngineHash], tier: Tier) -> Regrouped {
         let (mut told, mut outcome) = (Told::default(), Outcome::Ok);
         for &name in names {
-            let part = self.parts.get_mut(&name).filter(|part| part.copies[tier as usize] > 0);
+            let part = self
+                .parts
+                .get_mut(&name)
+                .filter(|part| part.copies[tier as usize] > 0);
             let Some(part) = part else {
                 outcome = Outcome::BlockNotFound;
                 continue;
@@ -289,14 +378,19 @@ impl Chains {
                 self.prune(name);
             }
         }
-        Regrouped { events: told.0, outcome }
+        Regrouped {
+            events: told.0,
+            outcome,
+        }
     }
 
     /// The blocks of ours that a part belongs to are not held any more.
     fn untell_from(&mut self, name: EngineHash, tier: Tier, told: &mut Told) {
         let mut open = vec![name];
         while let Some(name) = open.pop() {
-            let Some(part) = self.parts.get_mut(&name) else { continue };
+            let Some(part) = self.parts.get_mut(&name) else {
+                continue;
+            };
             match &mut part.content {
                 Content::Tokens { .. } => open.extend(part.children.iter().rev()),
                 Content::Whole(block) if block.told[tier as usize] => {
@@ -312,7 +406,9 @@ impl Chains {
     fn prune(&mut self, name: EngineHash) {
         let mut next = Some(name);
         while let Some(name) = next {
-            let Some(part) = self.parts.get(&name) else { return };
+            let Some(part) = self.parts.get(&name) else {
+                return;
+            };
             if part.is_held() || !part.children.is_empty() {
                 return;
             }
@@ -332,9 +428,14 @@ impl Chains {
         }
         let mut open = vec![name];
         while let Some(name) = open.pop() {
-            let Some(part) = self.parts.remove(&name) else { continue };
+            let Some(part) = self.parts.remove(&name) else {
+                continue;
+            };
             if let Some(block) = part.block() {
-                for tier in Tier::ALL.into_iter().filter(|tier| block.told[*tier as usize]) {
+                for tier in Tier::ALL
+                    .into_iter()
+                    .filter(|tier| block.told[*tier as usize])
+                {
                     told.removed(name, tier);
                 }
             }
@@ -353,7 +454,9 @@ impl Chains {
     /// Says what is gone.
     pub(super) fn forgotten(&mut self, forgotten: &Forgotten) -> Vec<(EngineHash, Tier)> {
         for (name, tier) in &forgotten.names {
-            let Some(part) = self.parts.get_mut(name) else { continue };
+            let Some(part) = self.parts.get_mut(name) else {
+                continue;
+            };
             if part.counted[*tier as usize] < forgotten.before[*tier as usize] {
                 part.copies[*tier as usize] = 0;
             }
@@ -363,14 +466,25 @@ impl Chains {
         }
         let named = forgotten.names.iter().map(|(name, _)| *name);
         let is_end = |part: &Part| part.children.is_empty() && part.block().is_none();
-        let ends = self.parts.iter().filter(|(_, part)| is_end(part)).map(|(name, _)| *name);
+        let ends = self
+            .parts
+            .iter()
+            .filter(|(_, part)| is_end(part))
+            .map(|(name, _)| *name);
         let mut open: Vec<EngineHash> = named.chain(ends).collect();
         let mut gone = Vec::new();
         while let Some(name) = open.pop() {
-            let Some(part) = self.parts.get_mut(&name).filter(|part| part.children.is_empty()) else { continue };
+            let Some(part) = self
+                .parts
+                .get_mut(&name)
+                .filter(|part| part.children.is_empty())
+            else {
+                continue;
+            };
             if part.block().is_none() {
-                for tier in
-                    Tier::ALL.into_iter().filter(|tier| part.counted[*tier as usize] < forgotten.before[*tier as usize])
+                for tier in Tier::ALL
+                    .into_iter()
+                    .filter(|tier| part.counted[*tier as usize] < forgotten.before[*tier as usize])
                 {
                     if std::mem::take(&mut part.copies[tier as usize]) > 0 {
                         gone.push((name, tier));
@@ -392,7 +506,9 @@ impl Chains {
 
     #[cfg(test)]
     pub(super) fn holds(&self, name: EngineHash, tier: Tier) -> bool {
-        self.parts.get(&name).is_some_and(|part| part.copies[tier as usize] > 0)
+        self.parts
+            .get(&name)
+            .is_some_and(|part| part.copies[tier as usize] > 0)
     }
 
     #[cfg(test)]

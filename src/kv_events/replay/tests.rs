@@ -24,7 +24,9 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
         apply: Box::new(move |event| {
             let mut held = applied.lock();
             match event {
-                KvEvent::Stored { blocks, .. } => held.blocks.extend(blocks.iter().map(|block| block.engine.0)),
+                KvEvent::Stored { blocks, .. } => held
+                    .blocks
+                    .extend(blocks.iter().map(|block| block.engine.0)),
                 KvEvent::Removed { .. } => panic!("the model removes nothing"),
                 KvEvent::Cleared => *held = Held::default(),
                 KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
@@ -41,17 +43,30 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
 }
 
 fn feed(held: &Arc<Mutex<Held>>) -> Feed {
-    let source = EventSource { endpoint: String::new(), topic: String::new(), attach: Attach::Connect, replay: None };
+    let source = EventSource {
+        endpoint: String::new(),
+        topic: String::new(),
+        attach: Attach::Connect,
+        replay: None,
+    };
     let spec = SourceSpec {
         engine: String::new(),
-        rank: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
+        rank: WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(0),
+        },
         source,
         block_size: BlockSize::new(1).unwrap(),
         media: MediaTokens::default(),
         resync: Default::default(),
         max_message: 1 << 20,
     };
-    Feed::new(&spec, sink(held), Arc::new(Metrics::new()), Default::default())
+    Feed::new(
+        &spec,
+        sink(held),
+        Arc::new(Metrics::new()),
+        Default::default(),
+    )
 }
 
 /// An engine that numbers its batches, holds the newest ones, and answers as badly as it is told to.
@@ -75,7 +90,8 @@ impl Engine {
             true => rmp_serde::to_vec(&(1.0, [event], 0)).unwrap(),
             false => vec![0xc1, self.life as u8, seq as u8],
         };
-        self.log.push((payload.clone().into(), readable.then_some(block)));
+        self.log
+            .push((payload.clone().into(), readable.then_some(block)));
         (seq, payload.into())
     }
 
@@ -98,8 +114,14 @@ impl Repeater for Engine {
         let first = self.log.len().saturating_sub(self.holds).max(from as usize);
         for (seq, (payload, _)) in self.log.iter().enumerate().skip(first) {
             self.sent += 1;
-            if !self.losses.get(self.sent % self.losses.len().max(1)).copied().unwrap_or(false) {
-                self.replies.push_back(Reply::Batch(seq as u64, payload.clone()));
+            if !self
+                .losses
+                .get(self.sent % self.losses.len().max(1))
+                .copied()
+                .unwrap_or(false)
+            {
+                self.replies
+                    .push_back(Reply::Batch(seq as u64, payload.clone()));
             }
         }
         self.replies.push_back(Reply::End);
@@ -150,7 +172,10 @@ async fn play(steps: Vec<Step>, engine: &mut Engine, feed: &mut Feed) {
     attach(engine, feed).await;
     for step in steps {
         match step {
-            Step::Publish { delivered, readable } => {
+            Step::Publish {
+                delivered,
+                readable,
+            } => {
                 let (seq, payload) = engine.publish(readable);
                 if delivered {
                     deliver(engine, feed, seq, &payload).await;
@@ -183,8 +208,18 @@ async fn play(steps: Vec<Step>, engine: &mut Engine, feed: &mut Feed) {
 fn check(steps: Vec<Step>, holds: usize, losses: Vec<bool>) -> (Held, HashSet<u64>) {
     let held = Arc::default();
     let mut feed = feed(&held);
-    let mut engine = Engine { life: 1, log: vec![], holds, losses, sent: 0, mute: false, replies: VecDeque::new() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let mut engine = Engine {
+        life: 1,
+        log: vec![],
+        holds,
+        losses,
+        sent: 0,
+        mute: false,
+        replies: VecDeque::new(),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
     runtime.block_on(play(steps, &mut engine, &mut feed));
     let held = std::mem::take(&mut *held.lock());
     (held, engine.blocks())
@@ -218,17 +253,31 @@ proptest! {
 
 #[test]
 fn a_lossy_answer_is_asked_for_again_from_the_hole() {
-    let unseen = |count| Step::Restart { unseen: count, mute: false };
+    let unseen = |count| Step::Restart {
+        unseen: count,
+        mute: false,
+    };
     // Every fifth reply is lost.
-    let (held, truth) = check(vec![unseen(20)], 100, vec![true, false, false, false, false]);
+    let (held, truth) = check(
+        vec![unseen(20)],
+        100,
+        vec![true, false, false, false, false],
+    );
     assert_eq!(held.blocks, truth);
     assert_eq!(truth.len(), 20);
 }
 
 #[test]
 fn an_unreadable_batch_is_given_up_once_and_does_not_stop_the_rest() {
-    let publish = |readable| Step::Publish { delivered: true, readable };
-    let (held, truth) = check(vec![publish(true), publish(false), publish(true), publish(true)], 100, vec![]);
+    let publish = |readable| Step::Publish {
+        delivered: true,
+        readable,
+    };
+    let (held, truth) = check(
+        vec![publish(true), publish(false), publish(true), publish(true)],
+        100,
+        vec![],
+    );
     assert_eq!(held.blocks, truth);
     assert_eq!(truth.len(), 3);
     assert!(held.doubted);

@@ -6,8 +6,14 @@ fn digest(life: u8) -> Digest {
 
 /// A sequencer that has seen live batches up to `live` and applied up to `applied` in life 1.
 fn at(applied: Option<u64>, live: Option<u64>) -> Sequencer {
-    let applied = applied.map(|seq| Mark { seq, digest: digest(1) });
-    Sequencer { applied, last_live: live }
+    let applied = applied.map(|seq| Mark {
+        seq,
+        digest: digest(1),
+    });
+    Sequencer {
+        applied,
+        last_live: live,
+    }
 }
 
 #[test]
@@ -28,14 +34,22 @@ fn a_live_batch_is_judged_by_both_marks() {
         (Some(4), Some(5), 6, Live::Gap { from: 5, to: 6 }),
     ];
     for (applied, live, seq, expected) in cases {
-        assert_eq!(at(applied, live).live(seq, || digest(2)), expected, "{applied:?} {live:?} {seq}");
+        assert_eq!(
+            at(applied, live).live(seq, || digest(2)),
+            expected,
+            "{applied:?} {live:?} {seq}"
+        );
     }
 }
 
 #[test]
 fn the_last_batch_again_is_no_restart() {
     assert_eq!(at(Some(4), Some(4)).live(4, || digest(1)), Live::Stale);
-    assert_eq!(at(Some(9), Some(7)).live(7, || digest(1)), Live::Restart, "an older number is");
+    assert_eq!(
+        at(Some(9), Some(7)).live(7, || digest(1)),
+        Live::Restart,
+        "an older number is"
+    );
 }
 
 #[test]
@@ -50,7 +64,11 @@ fn a_repeated_batch_is_judged_by_number_and_content() {
         (Some(4), 6, 2, Repeated::Hole { from: 5, to: 6 }),
     ];
     for (applied, seq, life, expected) in cases {
-        assert_eq!(at(applied, None).repeated(seq, digest(life)), expected, "{applied:?} {seq} {life}");
+        assert_eq!(
+            at(applied, None).repeated(seq, digest(life)),
+            expected,
+            "{applied:?} {seq} {life}"
+        );
     }
 }
 
@@ -58,14 +76,28 @@ fn a_repeated_batch_is_judged_by_number_and_content() {
 fn a_new_life_starts_without_marks() {
     let mut sequencer = at(Some(4), Some(4));
     assert_eq!(sequencer.repeated(4, digest(2)), Repeated::Restart);
-    assert_eq!((sequencer.ask_from(), sequencer.expected(), sequencer.is_fresh()), (0, 0, true));
+    assert_eq!(
+        (
+            sequencer.ask_from(),
+            sequencer.expected(),
+            sequencer.is_fresh()
+        ),
+        (0, 0, true)
+    );
     sequencer.advance(0, digest(2));
-    assert_eq!(sequencer.live(1, || digest(2)), Live::Apply, "its numbers are not compared with the old life's");
+    assert_eq!(
+        sequencer.live(1, || digest(2)),
+        Live::Apply,
+        "its numbers are not compared with the old life's"
+    );
 }
 
 #[test]
 fn an_engine_without_the_batch_last_applied_has_started_over() {
     let mut sequencer = at(Some(4), Some(4));
     assert!(sequencer.repeated_nothing());
-    assert!(!sequencer.repeated_nothing(), "there is nothing left to forget");
+    assert!(
+        !sequencer.repeated_nothing(),
+        "there is nothing left to forget"
+    );
 }

@@ -17,7 +17,11 @@ pub(super) fn event<'de, A: SeqAccess<'de>>(mut seq: A) -> Result<Event, A::Erro
         Tag::Removed => removed(&mut seq)?,
         Tag::Cleared => {
             let ownership = value::optional::<Word<Ownership>, _>(&mut seq)?;
-            Event::Cleared { ownership: ownership.map(|Word(ownership)| ownership).unwrap_or_default() }
+            Event::Cleared {
+                ownership: ownership
+                    .map(|Word(ownership)| ownership)
+                    .unwrap_or_default(),
+            }
         }
         Tag::Ignored => Event::Ignored,
         Tag::Unknown(tag) => return Err(de::Error::custom(format_args!("unknown event {tag:?}"))),
@@ -58,13 +62,26 @@ fn stored<'de, A: SeqAccess<'de>>(seq: &mut A) -> Result<Event, A::Error> {
     let (lora, cache_salt) = match value::optional::<Namespace, _>(seq)? {
         None => (None, None),
         Some(Namespace::Lora(name)) => (Some(name), None),
-        Some(Namespace::Salt { cache_salt, lora_name }) => (lora_name, Some(cache_salt)),
+        Some(Namespace::Salt {
+            cache_salt,
+            lora_name,
+        }) => (lora_name, Some(cache_salt)),
     };
     let extra_keys = value::per_block(value::optional(seq)?);
     let (origin, media) = tail(seq, medium)?;
     let keys_are_pairs = false;
-    let stored =
-        Stored { hashes, parent, tokens, block_size, lora, cache_salt, extra_keys, media, keys_are_pairs, origin };
+    let stored = Stored {
+        hashes,
+        parent,
+        tokens,
+        block_size,
+        lora,
+        cache_salt,
+        extra_keys,
+        media,
+        keys_are_pairs,
+        origin,
+    };
     Ok(Event::Stored(Box::new(stored)))
 }
 
@@ -76,7 +93,9 @@ fn removed<'de, A: SeqAccess<'de>>(seq: &mut A) -> Result<Event, A::Error> {
 }
 
 fn medium<'de, A: SeqAccess<'de>>(seq: &mut A) -> Result<Medium, A::Error> {
-    Ok(value::optional::<Word<Medium>, _>(seq)?.map(|Word(medium)| medium).unwrap_or_default())
+    Ok(value::optional::<Word<Medium>, _>(seq)?
+        .map(|Word(medium)| medium)
+        .unwrap_or_default())
 }
 
 type Media = Option<Vec<Vec<u64>>>;
@@ -94,7 +113,10 @@ fn tail<'de, A: SeqAccess<'de>>(seq: &mut A, medium: Medium) -> Result<(Origin, 
     if let Some(origin) = fixed(&elements, medium) {
         return Ok((origin, None));
     }
-    let mut origin = Origin { medium, ..Origin::default() };
+    let mut origin = Origin {
+        medium,
+        ..Origin::default()
+    };
     let mut media = None;
     for element in elements {
         match element {
@@ -109,7 +131,9 @@ fn tail<'de, A: SeqAccess<'de>>(seq: &mut A, medium: Medium) -> Result<(Origin, 
 }
 
 fn fixed(elements: &[Element], medium: Medium) -> Option<Origin> {
-    let [group, kind, window, locality, rest @ ..] = elements else { return None };
+    let [group, kind, window, locality, rest @ ..] = elements else {
+        return None;
+    };
     Some(Origin {
         medium,
         group: group.number()?,
@@ -166,9 +190,9 @@ impl<'de> Deserialize<'de> for Element {
             }
 
             fn visit_u64<E: de::Error>(self, number: u64) -> Result<Element, E> {
-                u32::try_from(number)
-                    .map(Element::Number)
-                    .map_err(|_| E::invalid_value(de::Unexpected::Unsigned(number), &"a group or a window"))
+                u32::try_from(number).map(Element::Number).map_err(|_| {
+                    E::invalid_value(de::Unexpected::Unsigned(number), &"a group or a window")
+                })
             }
 
             fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {

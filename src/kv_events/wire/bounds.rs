@@ -46,8 +46,13 @@ impl BatchLimit {
 
 /// Checks the limits of a batch. It reads only lengths and nesting; the decoder checks types.
 pub(super) fn check(payload: &[u8]) -> Result<(), WireError> {
-    let mut counters = BatchCounters { reader: MessagePackReader { rest: payload }, ..BatchCounters::default() };
-    let ValueHead::Array(elements) = counters.reader.value()? else { return Ok(()) };
+    let mut counters = BatchCounters {
+        reader: MessagePackReader { rest: payload },
+        ..BatchCounters::default()
+    };
+    let ValueHead::Array(elements) = counters.reader.value()? else {
+        return Ok(());
+    };
     for at in 0..elements {
         match (at, counters.reader.value()?) {
             (1, ValueHead::Array(events)) => counters.events(events)?,
@@ -128,7 +133,9 @@ impl BatchCounters<'_> {
         for at in 0..fields {
             let value = self.reader.value()?;
             is_store |= at == 0 && matches!(value, ValueHead::Bytes(b"BlockStored"));
-            lists = self.field(FieldContent::at(at, is_store), value)?.max(lists);
+            lists = self
+                .field(FieldContent::at(at, is_store), value)?
+                .max(lists);
         }
         Ok(lists)
     }
@@ -139,7 +146,11 @@ impl BatchCounters<'_> {
         for _ in 0..fields {
             let name = self.reader.value()?;
             self.reader.skip_content(name)?;
-            let content = if let ValueHead::Bytes(name) = name { FieldContent::of(name) } else { FieldContent::Other };
+            let content = if let ValueHead::Bytes(name) = name {
+                FieldContent::of(name)
+            } else {
+                FieldContent::Other
+            };
             let value = self.reader.value()?;
             lists = self.field(content, value)?.max(lists);
         }
@@ -176,7 +187,11 @@ impl BatchCounters<'_> {
     /// a map: the elements of the arrays at both depths.
     fn block_keys(&mut self) -> Result<usize, WireError> {
         let block = self.reader.value()?;
-        let mut keys = if let ValueHead::Array(elements) = block { elements } else { 0 };
+        let mut keys = if let ValueHead::Array(elements) = block {
+            elements
+        } else {
+            0
+        };
         for _ in 0..block.children() {
             let inner = self.reader.value()?;
             if let ValueHead::Array(elements) = inner {
@@ -188,9 +203,18 @@ impl BatchCounters<'_> {
     }
 }
 
-fn count(counter: &mut usize, more: usize, limit: usize, exceeded: BatchLimit) -> Result<(), WireError> {
+fn count(
+    counter: &mut usize,
+    more: usize,
+    limit: usize,
+    exceeded: BatchLimit,
+) -> Result<(), WireError> {
     *counter = counter.saturating_add(more);
-    if *counter > limit { Err(WireError::TooLarge(exceeded)) } else { Ok(()) }
+    if *counter > limit {
+        Err(WireError::TooLarge(exceeded))
+    } else {
+        Ok(())
+    }
 }
 
 /// The head of a MessagePack value; the content of arrays and maps follows it.
@@ -231,9 +255,15 @@ impl<'a> MessagePackReader<'a> {
             0xc4 | 0xd9 => self.length::<1>().and_then(|length| self.bytes(length))?,
             0xc5 | 0xda => self.length::<2>().and_then(|length| self.bytes(length))?,
             0xc6 | 0xdb => self.length::<4>().and_then(|length| self.bytes(length))?,
-            0xc7 => self.length::<1>().and_then(|length| self.scalar(length + 1))?,
-            0xc8 => self.length::<2>().and_then(|length| self.scalar(length + 1))?,
-            0xc9 => self.length::<4>().and_then(|length| self.scalar(length + 1))?,
+            0xc7 => self
+                .length::<1>()
+                .and_then(|length| self.scalar(length + 1))?,
+            0xc8 => self
+                .length::<2>()
+                .and_then(|length| self.scalar(length + 1))?,
+            0xc9 => self
+                .length::<4>()
+                .and_then(|length| self.scalar(length + 1))?,
             0xcc | 0xd0 => self.scalar(1)?,
             0xcd | 0xd1 | 0xd4 => self.scalar(2)?,
             0xd5 => self.scalar(3)?,
@@ -272,11 +302,17 @@ impl<'a> MessagePackReader<'a> {
 
     /// A big-endian length of N bytes.
     fn length<const N: usize>(&mut self) -> Result<usize, WireError> {
-        Ok(self.take::<N>()?.iter().fold(0, |length, byte| length << 8 | usize::from(*byte)))
+        Ok(self
+            .take::<N>()?
+            .iter()
+            .fold(0, |length, byte| length << 8 | usize::from(*byte)))
     }
 
     fn bytes(&mut self, length: usize) -> Result<ValueHead<'a>, WireError> {
-        let (bytes, rest) = self.rest.split_at_checked(length).ok_or(WireError::Truncated)?;
+        let (bytes, rest) = self
+            .rest
+            .split_at_checked(length)
+            .ok_or(WireError::Truncated)?;
         self.rest = rest;
         Ok(ValueHead::Bytes(bytes))
     }
@@ -287,11 +323,19 @@ impl<'a> MessagePackReader<'a> {
 
     /// Every element has at least one byte, so a length beyond the rest is invalid.
     fn array(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
-        if elements > self.rest.len() { Err(WireError::Truncated) } else { Ok(ValueHead::Array(elements)) }
+        if elements > self.rest.len() {
+            Err(WireError::Truncated)
+        } else {
+            Ok(ValueHead::Array(elements))
+        }
     }
 
     fn map(&self, entries: usize) -> Result<ValueHead<'a>, WireError> {
-        if entries > self.rest.len() { Err(WireError::Truncated) } else { Ok(ValueHead::Map(entries)) }
+        if entries > self.rest.len() {
+            Err(WireError::Truncated)
+        } else {
+            Ok(ValueHead::Map(entries))
+        }
     }
 }
 

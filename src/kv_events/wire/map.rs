@@ -75,7 +75,11 @@ pub(super) fn event<'de, A: MapAccess<'de>>(mut map: A) -> Result<Event, A::Erro
     finish(fields)
 }
 
-fn read<'de, A: MapAccess<'de>>(fields: &mut Fields, field: Field, map: &mut A) -> Result<(), A::Error> {
+fn read<'de, A: MapAccess<'de>>(
+    fields: &mut Fields,
+    field: Field,
+    map: &mut A,
+) -> Result<(), A::Error> {
     match field {
         Field::Type => fields.tag = Some(map.next_value::<Word<_>>()?.0),
         Field::Hashes => fields.hashes = Some(map.next_value()?),
@@ -86,7 +90,11 @@ fn read<'de, A: MapAccess<'de>>(fields: &mut Fields, field: Field, map: &mut A) 
         Field::LoraName => fields.lora = map.next_value()?,
         Field::CacheSalt => fields.cache_salt = map.next_value()?,
         Field::ExtraKeys => fields.extra_keys = value::per_block(map.next_value()?),
-        Field::Media => fields.media = map.next_value::<Option<List<Option<BlockMedia>>>>()?.map(|l| value::media(l.0)),
+        Field::Media => {
+            fields.media = map
+                .next_value::<Option<List<Option<BlockMedia>>>>()?
+                .map(|l| value::media(l.0))
+        }
         Field::Group => fields.origin.group = map.next_value()?,
         Field::Medium => fields.origin.medium = word(map)?.unwrap_or_default(),
         Field::Kind => fields.origin.kind = word(map)?,
@@ -98,7 +106,9 @@ fn read<'de, A: MapAccess<'de>>(fields: &mut Fields, field: Field, map: &mut A) 
     Ok(())
 }
 
-fn word<'de, T: for<'a> From<&'a str>, A: MapAccess<'de>>(map: &mut A) -> Result<Option<T>, A::Error> {
+fn word<'de, T: for<'a> From<&'a str>, A: MapAccess<'de>>(
+    map: &mut A,
+) -> Result<Option<T>, A::Error> {
     Ok(map.next_value::<Option<Word<T>>>()?.map(|Word(word)| word))
 }
 
@@ -109,7 +119,9 @@ fn finish<E: de::Error>(fields: Fields) -> Result<Event, E> {
             hashes: fields.hashes.ok_or_else(hashes)?.0,
             parent: fields.parent.map(|Hash(hash)| hash),
             tokens: fields.tokens.ok_or_else(|| E::missing_field("token_ids"))?,
-            block_size: fields.block_size.ok_or_else(|| E::missing_field("block_size"))?,
+            block_size: fields
+                .block_size
+                .ok_or_else(|| E::missing_field("block_size"))?,
             lora: fields.lora,
             cache_salt: fields.cache_salt,
             extra_keys: fields.extra_keys,
@@ -117,8 +129,13 @@ fn finish<E: de::Error>(fields: Fields) -> Result<Event, E> {
             keys_are_pairs: true,
             origin: fields.origin,
         }))),
-        Tag::Removed => Ok(Event::Removed { hashes: fields.hashes.ok_or_else(hashes)?.0, origin: fields.origin }),
-        Tag::Cleared => Ok(Event::Cleared { ownership: fields.origin.ownership }),
+        Tag::Removed => Ok(Event::Removed {
+            hashes: fields.hashes.ok_or_else(hashes)?.0,
+            origin: fields.origin,
+        }),
+        Tag::Cleared => Ok(Event::Cleared {
+            ownership: fields.origin.ownership,
+        }),
         Tag::Ignored => Ok(Event::Ignored),
         Tag::Unknown(tag) => Err(E::custom(format_args!("unknown event {tag:?}"))),
     }

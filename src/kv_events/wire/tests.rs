@@ -18,12 +18,24 @@ fn stored(event: &Event) -> &Stored {
 #[test]
 fn a_hash_of_bytes_is_its_last_eight() {
     let digest: Vec<u8> = (0..32).collect();
-    let event = ("BlockStored", [Bytes::new(&digest)], Some(Bytes::new(&digest[..8])), [1u32, 2], 2u32);
+    let event = (
+        "BlockStored",
+        [Bytes::new(&digest)],
+        Some(Bytes::new(&digest[..8])),
+        [1u32, 2],
+        2u32,
+    );
     let batch = decode(&pack(&(1.0, [event], Some(0)))).unwrap();
     let stored = stored(&batch.events[0]);
     assert_eq!(stored.hashes, [EngineHash(0x18191a1b_1c1d1e1f)]);
     assert_eq!(stored.parent, Some(EngineHash(0x0001_0203_0405_0607)));
-    let short = ("BlockStored", [Bytes::new(&digest[..7])], None::<u64>, [1u32], 1u32);
+    let short = (
+        "BlockStored",
+        [Bytes::new(&digest[..7])],
+        None::<u64>,
+        [1u32],
+        1u32,
+    );
     assert!(decode(&pack(&(1.0, [short], Some(0)))).is_err());
 }
 
@@ -38,7 +50,10 @@ fn a_batch_has_two_or_three_elements_and_a_sound_rank() {
     assert_eq!(rank(pack(&(1, &none, 1u64 << 32))), None);
     assert_eq!(rank(pack(&(1, &none, 7, 7))), None);
     assert_eq!(rank(pack(&(1,))), None);
-    assert_eq!(rank([pack(&(1, &none, 7)), vec![0xc1, 0xff]].concat()), Some(Some(7)));
+    assert_eq!(
+        rank([pack(&(1, &none, 7)), vec![0xc1, 0xff]].concat()),
+        Some(Some(7))
+    );
 }
 
 #[test]
@@ -51,10 +66,19 @@ fn fields_of_a_map_come_in_any_order_and_unknown_ones_are_skipped() {
     let batch = decode(&pack(&json!([1.5, [event], null]))).unwrap();
     let expected = Stored {
         hashes: vec![EngineHash(5)],
-        tokens: Tokens { ids: vec![1, 2, 3], bigrams: true },
+        tokens: Tokens {
+            ids: vec![1, 2, 3],
+            bigrams: true,
+        },
         block_size: 2,
         lora: Some("a".to_owned()),
-        extra_keys: vec![vec![ExtraKey::Text("s".to_owned()), ExtraKey::Media("id".to_owned())], vec![]],
+        extra_keys: vec![
+            vec![
+                ExtraKey::Text("s".to_owned()),
+                ExtraKey::Media("id".to_owned()),
+            ],
+            vec![],
+        ],
         keys_are_pairs: true,
         origin: Origin {
             medium: Medium::Tier(Tier::Disk),
@@ -70,23 +94,53 @@ fn fields_of_a_map_come_in_any_order_and_unknown_ones_are_skipped() {
 
 #[test]
 fn the_tail_of_an_array_is_read_by_place_or_by_type() {
-    let full = Origin { group: Some(2), kind: Some(Kind::Main), ..Origin::default() };
-    let window = Origin { window: Some(64), kind: Some(Kind::Partial(Part::Window)), ..full };
+    let full = Origin {
+        group: Some(2),
+        kind: Some(Kind::Main),
+        ..Origin::default()
+    };
+    let window = Origin {
+        window: Some(64),
+        kind: Some(Kind::Partial(Part::Window)),
+        ..full
+    };
     let cases = [
         (json!([2, "sliding_window", 64]), window),
         (json!([2, "sliding_window_mla", 64, null]), window),
         (json!([2, "full_attention"]), full),
         (json!(["full_attention", 2]), full),
         (json!([2, "full_attention", null, null]), full),
-        (json!([2, "full_attention", null, "LOCAL", "framework", "more", 7]), full),
-        (json!([null, null, null, "REMOTE"]), Origin { locality: Locality::Elsewhere, ..Origin::default() }),
-        (json!([null, null, null, null, "kvcr"]), Origin { ownership: Ownership::Kvcr, ..Origin::default() }),
+        (
+            json!([2, "full_attention", null, "LOCAL", "framework", "more", 7]),
+            full,
+        ),
+        (
+            json!([null, null, null, "REMOTE"]),
+            Origin {
+                locality: Locality::Elsewhere,
+                ..Origin::default()
+            },
+        ),
+        (
+            json!([null, null, null, null, "kvcr"]),
+            Origin {
+                ownership: Ownership::Kvcr,
+                ..Origin::default()
+            },
+        ),
     ];
     for (tail, origin) in cases {
         let mut event = vec![json!("BlockRemoved"), json!([1]), json!("GPU")];
         event.extend(tail.as_array().unwrap().iter().cloned());
         let batch = decode(&pack(&json!([1, [event], 0]))).unwrap();
-        assert_eq!(batch.events, [Event::Removed { hashes: vec![EngineHash(1)], origin }], "{tail}");
+        assert_eq!(
+            batch.events,
+            [Event::Removed {
+                hashes: vec![EngineHash(1)],
+                origin
+            }],
+            "{tail}"
+        );
     }
 }
 
@@ -129,21 +183,43 @@ fn words_are_classed_as_the_field_classes_them() {
         (Tier::Device, vec!["", "GPU", "DEVICE"]),
         (Tier::HostPinned, vec!["CPU", "CPU_PINNED", "CPU_TIER1"]),
         (Tier::Disk, vec!["CPU_TIER2", "DISK", "NVME", "STORAGE"]),
-        (Tier::External, vec!["EXTERNAL", "NETWORK", "REMOTE", "SHARED"]),
+        (
+            Tier::External,
+            vec!["EXTERNAL", "NETWORK", "REMOTE", "SHARED"],
+        ),
     ];
     for (tier, words) in tiers {
-        words.iter().for_each(|word| assert_eq!(Medium::from(*word), Medium::Tier(tier), "{word}"));
+        words
+            .iter()
+            .for_each(|word| assert_eq!(Medium::from(*word), Medium::Tier(tier), "{word}"));
     }
-    ["FS", "OBJ", "gpu", "Cpu"].iter().for_each(|word| assert_eq!(Medium::from(*word), Medium::Unknown, "{word}"));
+    ["FS", "OBJ", "gpu", "Cpu"]
+        .iter()
+        .for_each(|word| assert_eq!(Medium::from(*word), Medium::Unknown, "{word}"));
     let kinds = [
-        (Kind::Main, vec!["full_attention", "mla_attention", "sink_full_attention"]),
-        (Kind::Partial(Part::Window), vec!["sliding_window", "sliding_window_mla"]),
+        (
+            Kind::Main,
+            vec!["full_attention", "mla_attention", "sink_full_attention"],
+        ),
+        (
+            Kind::Partial(Part::Window),
+            vec!["sliding_window", "sliding_window_mla"],
+        ),
         (Kind::Partial(Part::State), vec!["mamba"]),
-        (Kind::Partial(Part::Other), vec!["chunked_local_attention", "encoder_only_attention", "cross_attention"]),
+        (
+            Kind::Partial(Part::Other),
+            vec![
+                "chunked_local_attention",
+                "encoder_only_attention",
+                "cross_attention",
+            ],
+        ),
         (Kind::Unknown, vec!["", "Mamba", "next"]),
     ];
     for (kind, words) in kinds {
-        words.iter().for_each(|word| assert_eq!(Kind::from(*word), kind, "{word}"));
+        words
+            .iter()
+            .for_each(|word| assert_eq!(Kind::from(*word), kind, "{word}"));
     }
     assert_eq!(Locality::from("LOCAL"), Locality::Local);
     assert_eq!(Locality::from("local"), Locality::Elsewhere);

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, SeqAccess, Visitor};
+use serde::de::{
+    self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, SeqAccess, Visitor,
+};
 
 use super::{ExtraKey, Tokens};
 use crate::block::EngineHash;
@@ -124,7 +126,10 @@ impl<'de> Deserialize<'de> for Tokens {
                         while let Some(id) = seq.next_element()? {
                             ids.push(id);
                         }
-                        return Ok(Tokens { ids, bigrams: false });
+                        return Ok(Tokens {
+                            ids,
+                            bigrams: false,
+                        });
                     }
                     Some(Token::Pair(first, second)) => {
                         ids.push(first);
@@ -166,7 +171,10 @@ impl<'de> Deserialize<'de> for Token {
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Token, A::Error> {
-                let pair = Token::Pair(super::next(&mut seq, "first token")?, super::next(&mut seq, "second token")?);
+                let pair = Token::Pair(
+                    super::next(&mut seq, "first token")?,
+                    super::next(&mut seq, "second token")?,
+                );
                 match seq.next_element::<IgnoredAny>()? {
                     None => Ok(pair),
                     Some(_) => Err(de::Error::invalid_length(3, &"a pair of token ids")),
@@ -236,7 +244,9 @@ impl<'de> Deserialize<'de> for ExtraKey {
 /// Per block a list or nil; nil is the empty list.
 pub(super) fn per_block<T>(blocks: Option<List<Option<List<T>>>>) -> Vec<Vec<T>> {
     let per_block = |keys: Option<List<T>>| keys.map_or_else(Vec::new, |List(keys)| keys);
-    blocks.map_or_else(Vec::new, |List(blocks)| blocks.into_iter().map(per_block).collect())
+    blocks.map_or_else(Vec::new, |List(blocks)| {
+        blocks.into_iter().map(per_block).collect()
+    })
 }
 
 /// Multimodal objects of one block, as some publishers name them outright.
@@ -249,20 +259,35 @@ pub(super) struct BlockMedia {
 struct MediaObject {
     mm_hash: u64,
     #[serde(default)]
-    #[expect(dead_code, reason = "named so that the array form of the struct is accepted too; offsets are not hashed")]
+    #[expect(
+        dead_code,
+        reason = "named so that the array form of the struct is accepted too; offsets are not hashed"
+    )]
     offsets: Option<IgnoredAny>,
 }
 
 /// Hashes of the objects, per block.
 pub(super) fn media(blocks: Vec<Option<BlockMedia>>) -> Vec<Vec<u64>> {
-    let hashes = |objects: BlockMedia| objects.mm_objects.into_iter().map(|object| object.mm_hash).collect();
-    blocks.into_iter().map(|block| block.map(hashes).unwrap_or_default()).collect()
+    let hashes = |objects: BlockMedia| {
+        objects
+            .mm_objects
+            .into_iter()
+            .map(|object| object.mm_hash)
+            .collect()
+    };
+    blocks
+        .into_iter()
+        .map(|block| block.map(hashes).unwrap_or_default())
+        .collect()
 }
 
 /// The place of the adapter name: a name, or the map in which SGLang names the salt.
 pub(super) enum Namespace {
     Lora(String),
-    Salt { cache_salt: String, lora_name: Option<String> },
+    Salt {
+        cache_salt: String,
+        lora_name: Option<String>,
+    },
 }
 
 impl<'de> Deserialize<'de> for Namespace {
@@ -287,7 +312,10 @@ impl<'de> Deserialize<'de> for Namespace {
 
             fn visit_map<A: de::MapAccess<'de>>(self, map: A) -> Result<Namespace, A::Error> {
                 let names = Names::deserialize(de::value::MapAccessDeserializer::new(map))?;
-                Ok(Namespace::Salt { cache_salt: names.cache_salt, lora_name: names.lora_name })
+                Ok(Namespace::Salt {
+                    cache_salt: names.cache_salt,
+                    lora_name: names.lora_name,
+                })
             }
         }
         deserializer.deserialize_any(NamespaceVisitor)
@@ -295,6 +323,8 @@ impl<'de> Deserialize<'de> for Namespace {
 }
 
 /// Reads an optional element that may be missing or nil.
-pub(super) fn optional<'de, T: DeserializeOwned, A: SeqAccess<'de>>(seq: &mut A) -> Result<Option<T>, A::Error> {
+pub(super) fn optional<'de, T: DeserializeOwned, A: SeqAccess<'de>>(
+    seq: &mut A,
+) -> Result<Option<T>, A::Error> {
     Ok(seq.next_element::<Option<T>>()?.flatten())
 }

@@ -10,7 +10,10 @@ use crate::load::{RankLoad, Until};
 use crate::worker::{DpRank, Slot, WorkerId};
 
 fn rank(worker: u32) -> WorkerRank {
-    WorkerRank { worker: WorkerId(worker.into()), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(worker.into()),
+        rank: DpRank(0),
+    }
 }
 
 fn booking(worker: u32, blocks: u64) -> Booking {
@@ -43,7 +46,11 @@ impl Bench {
         let clock = now.clone();
         let load = LoadTracker::new(move || *clock.lock());
         (0..2).for_each(|worker| load.open(Slot(worker), rank(worker)));
-        Self { ledger: Ledger::new(load.clone(), rules), load, now }
+        Self {
+            ledger: Ledger::new(load.clone(), rules),
+            load,
+            now,
+        }
     }
 
     fn pass(&self, time: Duration) {
@@ -56,7 +63,13 @@ impl Bench {
 
     /// Blocks, prefill tokens and requests of both workers.
     fn loads(&self) -> Vec<(u64, u64, u64)> {
-        let row = |load: &RankLoad| (load.active_blocks, load.active_prefill_tokens, load.active_requests);
+        let row = |load: &RankLoad| {
+            (
+                load.active_blocks,
+                load.active_prefill_tokens,
+                load.active_requests,
+            )
+        };
         self.load.snapshot().iter().map(row).collect()
     }
 }
@@ -67,42 +80,102 @@ fn the_same_attempt_again_changes_nothing_and_only_a_later_one_takes_its_place()
     assert_eq!(bench.add("a", 1, booking(0, 2)), Ok(Change::Applied));
     assert_eq!(bench.add("a", 1, booking(0, 2)), Ok(Change::None));
     for (number, other) in [(1, booking(1, 2)), (1, booking(0, 3)), (0, booking(0, 2))] {
-        assert_eq!(bench.add("a", number, other), Err(Refused::Booked { attempt: 1 }));
+        assert_eq!(
+            bench.add("a", number, other),
+            Err(Refused::Booked { attempt: 1 })
+        );
     }
     assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)]);
-    assert_eq!(bench.add("a", 2, booking(7, 1)), Err(Refused::NotServing { rank: rank(7) }));
-    assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)], "nothing has changed");
+    assert_eq!(
+        bench.add("a", 2, booking(7, 1)),
+        Err(Refused::NotServing { rank: rank(7) })
+    );
+    assert_eq!(
+        bench.loads(),
+        [(2, 32, 1), (0, 0, 0)],
+        "nothing has changed"
+    );
     assert_eq!(bench.add("a", 2, booking(1, 3)), Ok(Change::Applied));
     assert_eq!(bench.loads(), [(0, 0, 0), (3, 48, 1)]);
-    assert_eq!((bench.ledger.free(named("a", 1)), bench.ledger.counts().bookings), (Change::None, 1));
+    assert_eq!(
+        (
+            bench.ledger.free(named("a", 1)),
+            bench.ledger.counts().bookings
+        ),
+        (Change::None, 1)
+    );
 }
 
 #[test]
 fn what_has_ended_is_remembered_and_not_booked_again() {
-    let rules = Rules { ended: 2, most: 1, ..Rules::default() };
-    let prefill = || Booking { until: Until::FirstToken, ..booking(0, 2) };
+    let rules = Rules {
+        ended: 2,
+        most: 1,
+        ..Rules::default()
+    };
+    let prefill = || Booking {
+        until: Until::FirstToken,
+        ..booking(0, 2)
+    };
     type End = fn(&mut Ledger, Attempt<'_>) -> Change;
-    let ends: [(&str, End); 2] = [("first token", Ledger::mark_prefill_completed), ("free", Ledger::free)];
+    let ends: [(&str, End); 2] = [
+        ("first token", Ledger::mark_prefill_completed),
+        ("free", Ledger::free),
+    ];
     for (name, end) in ends {
         let mut bench = Bench::new(rules);
         bench.add("a", 1, prefill()).unwrap();
-        assert_eq!(end(&mut bench.ledger, named("a", 1)), Change::Applied, "{name}");
+        assert_eq!(
+            end(&mut bench.ledger, named("a", 1)),
+            Change::Applied,
+            "{name}"
+        );
         for number in [0, 1] {
             let late = named("a", number);
-            assert_eq!(bench.add("a", number, prefill()), Ok(Change::None), "{name}");
-            assert_eq!(bench.ledger.mark_prefill_completed(late), Change::None, "{name}");
+            assert_eq!(
+                bench.add("a", number, prefill()),
+                Ok(Change::None),
+                "{name}"
+            );
+            assert_eq!(
+                bench.ledger.mark_prefill_completed(late),
+                Change::None,
+                "{name}"
+            );
             assert_eq!(bench.ledger.free(late), Change::None, "{name}");
-            assert!(matches!(bench.ledger.known(late), Some(Known::Ended(()))), "{name}");
+            assert!(
+                matches!(bench.ledger.known(late), Some(Known::Ended(()))),
+                "{name}"
+            );
         }
         assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
-        assert_eq!(bench.ledger.counts(), Counts::default(), "{name}: what has ended takes no place");
-        assert_eq!(bench.add("a", 2, booking(1, 1)), Ok(Change::Applied), "{name}: a later attempt");
+        assert_eq!(
+            bench.ledger.counts(),
+            Counts::default(),
+            "{name}: what has ended takes no place"
+        );
+        assert_eq!(
+            bench.add("a", 2, booking(1, 1)),
+            Ok(Change::Applied),
+            "{name}: a later attempt"
+        );
         bench.ledger.free(named("a", 2));
         bench.pass(rules.silence + Duration::from_millis(1));
         bench.ledger.expire();
-        assert!(bench.ledger.entries.is_empty() && bench.ledger.ended.is_empty(), "{name}");
-        assert_eq!(bench.ledger.counts(), Counts::default(), "{name}: it was not silent");
-        assert_eq!(bench.add("a", 1, prefill()), Ok(Change::Applied), "{name}: forgotten");
+        assert!(
+            bench.ledger.entries.is_empty() && bench.ledger.ended.is_empty(),
+            "{name}"
+        );
+        assert_eq!(
+            bench.ledger.counts(),
+            Counts::default(),
+            "{name}: it was not silent"
+        );
+        assert_eq!(
+            bench.add("a", 1, prefill()),
+            Ok(Change::Applied),
+            "{name}: forgotten"
+        );
     }
     // Only so many.
     let mut bench = Bench::new(rules);
@@ -116,9 +189,15 @@ fn what_has_ended_is_remembered_and_not_booked_again() {
 
 #[test]
 fn a_ledger_holds_only_so_many_blocks() {
-    let mut bench = Bench::new(Rules { blocks: 3, ..Rules::default() });
+    let mut bench = Bench::new(Rules {
+        blocks: 3,
+        ..Rules::default()
+    });
     bench.add("a", 0, booking(0, 2)).unwrap();
-    assert_eq!(bench.add("b", 0, booking(0, 2)), Err(Refused::Blocks { most: 3 }));
+    assert_eq!(
+        bench.add("b", 0, booking(0, 2)),
+        Err(Refused::Blocks { most: 3 })
+    );
     assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(Change::Applied));
     bench.pass(Rules::default().silence + Duration::from_millis(1));
     assert_eq!(bench.ledger.expire(), 2);
@@ -151,7 +230,9 @@ fn a_late_word_about_an_earlier_attempt_changes_nothing() {
 fn only_workers_that_serve_are_booked_and_all_of_them_or_none() {
     let mut bench = Bench::new(Rules::default());
     let gone = booking(7, 1);
-    let refused = bench.ledger.add(named("a", 0), vec![booking(0, 1), gone.clone()]);
+    let refused = bench
+        .ledger
+        .add(named("a", 0), vec![booking(0, 1), gone.clone()]);
     assert_eq!(refused, Err(Refused::NotServing { rank: gone.rank }));
     assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)]);
     assert_eq!(bench.ledger.counts(), Counts::default());
@@ -167,15 +248,27 @@ fn a_booking_ends_with_its_worker() {
     assert_eq!(bench.ledger.free(named("a", 0)), Change::None);
     assert_eq!(bench.add("a", 0, booking(0, 3)), Ok(Change::Applied));
     assert_eq!(bench.ledger.expire(), 0);
-    assert_eq!(bench.ledger.counts(), Counts { bookings: 1, expired: 0 });
+    assert_eq!(
+        bench.ledger.counts(),
+        Counts {
+            bookings: 1,
+            expired: 0
+        }
+    );
     assert_eq!(bench.loads()[0], (3, 48, 1));
 }
 
 #[test]
 fn a_ledger_holds_only_so_much() {
-    let mut bench = Bench::new(Rules { most: 1, ..Rules::default() });
+    let mut bench = Bench::new(Rules {
+        most: 1,
+        ..Rules::default()
+    });
     bench.add("a", 0, booking(0, 1)).unwrap();
-    assert_eq!(bench.add("b", 0, booking(0, 1)), Err(Refused::Full { most: 1 }));
+    assert_eq!(
+        bench.add("b", 0, booking(0, 1)),
+        Err(Refused::Full { most: 1 })
+    );
     assert_eq!(bench.add("a", 0, booking(0, 1)), Ok(Change::None));
     bench.ledger.free(named("a", 0));
     assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(Change::Applied));
@@ -187,7 +280,9 @@ fn every_sign_of_life_counts_and_silence_has_to_be_longer_than_allowed() {
     let signs: [(&str, Sign); 3] = [
         ("touch", Ledger::touch),
         ("mark", Ledger::mark_prefill_completed),
-        ("output", |ledger, attempt| ledger.output_block(attempt, Some(0.5))),
+        ("output", |ledger, attempt| {
+            ledger.output_block(attempt, Some(0.5))
+        }),
     ];
     let allowed = Rules::default().silence;
     for (name, sign) in signs {
@@ -195,13 +290,24 @@ fn every_sign_of_life_counts_and_silence_has_to_be_longer_than_allowed() {
         bench.add("a", 0, booking(0, 1)).unwrap();
         bench.pass(allowed);
         assert_eq!(bench.ledger.expire(), 0, "{name}");
-        assert_eq!(sign(&mut bench.ledger, named("a", 0)), Change::Applied, "{name}");
+        assert_eq!(
+            sign(&mut bench.ledger, named("a", 0)),
+            Change::Applied,
+            "{name}"
+        );
         bench.pass(allowed);
         assert_eq!(bench.ledger.expire(), 0, "{name}");
         bench.pass(Duration::from_millis(1));
         assert_eq!(bench.ledger.expire(), 1, "{name}");
         assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
-        assert_eq!(bench.ledger.counts(), Counts { bookings: 0, expired: 1 }, "{name}");
+        assert_eq!(
+            bench.ledger.counts(),
+            Counts {
+                bookings: 0,
+                expired: 1
+            },
+            "{name}"
+        );
     }
 }
 
@@ -212,17 +318,35 @@ fn adding_looks_for_the_silent_itself() {
     bench.pass(Duration::from_secs(301));
     bench.add("b", 0, booking(1, 1)).unwrap();
     assert_eq!(bench.loads(), [(0, 0, 0), (1, 16, 1)]);
-    assert_eq!(bench.ledger.counts(), Counts { bookings: 1, expired: 1 });
+    assert_eq!(
+        bench.ledger.counts(),
+        Counts {
+            bookings: 1,
+            expired: 1
+        }
+    );
 }
 
 #[test]
 fn what_was_booked_elsewhere_is_kept_or_released() {
     let mut bench = Bench::new(Rules::default());
-    let book = |booking: Booking| bench.load.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap();
-    let (first, same, other) = (book(booking(0, 1)), book(booking(0, 1)), book(booking(1, 1)));
+    let book = |booking: Booking| {
+        bench
+            .load
+            .book_with(|_| Ok::<_, ()>(vec![booking]))
+            .unwrap()
+    };
+    let (first, same, other) = (
+        book(booking(0, 1)),
+        book(booking(0, 1)),
+        book(booking(1, 1)),
+    );
     assert_eq!(bench.ledger.keep(named("a", 0), first), Ok(Change::Applied));
     assert_eq!(bench.ledger.keep(named("a", 0), same), Ok(Change::None));
-    assert_eq!(bench.ledger.keep(named("a", 0), other), Err(Refused::Booked { attempt: 0 }));
+    assert_eq!(
+        bench.ledger.keep(named("a", 0), other),
+        Err(Refused::Booked { attempt: 0 })
+    );
     assert_eq!(bench.loads(), [(1, 16, 1), (0, 0, 0)]);
 }
 
@@ -259,19 +383,31 @@ impl Naive {
             self.expire();
         }
         let now = self.now;
-        if self.live.get(&request).is_some_and(|live| now - live.heard > 300) {
+        if self
+            .live
+            .get(&request)
+            .is_some_and(|live| now - live.heard > 300)
+        {
             self.live.remove(&request);
             self.expired += 1;
         }
-        if let Some(live) = self.live.get_mut(&request).filter(|live| new.attempt <= live.attempt) {
+        if let Some(live) = self
+            .live
+            .get_mut(&request)
+            .filter(|live| new.attempt <= live.attempt)
+        {
             if (live.attempt, live.worker, live.blocks) != (new.attempt, new.worker, new.blocks) {
-                return Err(Refused::Booked { attempt: live.attempt });
+                return Err(Refused::Booked {
+                    attempt: live.attempt,
+                });
             }
             live.heard = now;
             return Ok(Change::None);
         }
         if new.worker > 1 {
-            return Err(Refused::NotServing { rank: rank(new.worker) });
+            return Err(Refused::NotServing {
+                rank: rank(new.worker),
+            });
         }
         self.live.insert(request, new);
         Ok(Change::Applied)
@@ -280,16 +416,27 @@ impl Naive {
     /// A word about an attempt; whether it is live.
     fn hear(&mut self, request: u8, attempt: u64) -> Option<&mut Live> {
         let now = self.now;
-        let live = self.live.get_mut(&request).filter(|live| live.attempt == attempt)?;
+        let live = self
+            .live
+            .get_mut(&request)
+            .filter(|live| live.attempt == attempt)?;
         live.heard = now;
         Some(live)
     }
 
     fn load(&self, worker: u32) -> (u64, u64, u64) {
-        let rows: Vec<_> = self.live.values().filter(|live| live.worker == worker).collect();
+        let rows: Vec<_> = self
+            .live
+            .values()
+            .filter(|live| live.worker == worker)
+            .collect();
         let prompts = rows.iter().map(|live| live.blocks).max().unwrap_or(0);
         let outputs: u64 = rows.iter().map(|live| live.outputs).sum();
-        let prefill = rows.iter().filter(|live| live.prefill).map(|live| live.blocks * 16).sum();
+        let prefill = rows
+            .iter()
+            .filter(|live| live.prefill)
+            .map(|live| live.blocks * 16)
+            .sum();
         (prompts + outputs, prefill, rows.len() as u64)
     }
 }

@@ -97,8 +97,20 @@ impl Naive {
 
     fn read(&mut self, line: &Line, slot: u32) {
         match line {
-            Line::Came { id, slot: there, prompt, tokens, millis, at } if *there == slot => {
-                let live = Live { id: *id, prompt: prompt.clone(), outputs: Vec::new(), parts: None };
+            Line::Came {
+                id,
+                slot: there,
+                prompt,
+                tokens,
+                millis,
+                at,
+            } if *there == slot => {
+                let live = Live {
+                    id: *id,
+                    prompt: prompt.clone(),
+                    outputs: Vec::new(),
+                    parts: None,
+                };
                 self.came(live, *tokens, *millis, *at);
             }
             Line::Token { id, at } => self.end_prefill(*id, *at),
@@ -108,13 +120,32 @@ impl Naive {
                 self.leave(*id);
             }
             Line::Emptied { slot: there } if *there == slot => *self = Self::default(),
-            Line::Moved { id, to, request, millis, at } => {
+            Line::Moved {
+                id,
+                to,
+                request,
+                millis,
+                at,
+            } => {
                 self.end_prefill(*id, *at);
                 self.leave(*id);
                 if *to == Some(slot) {
                     let (prompt, outputs) = (request.prompt.clone(), request.outputs.clone());
-                    self.came(Live { id: *id, prompt, outputs, parts: request.parts }, request.tokens, *millis, *at);
-                    request.parts.into_iter().for_each(|parts| self.fade(*id, parts));
+                    self.came(
+                        Live {
+                            id: *id,
+                            prompt,
+                            outputs,
+                            parts: request.parts,
+                        },
+                        request.tokens,
+                        *millis,
+                        *at,
+                    );
+                    request
+                        .parts
+                        .into_iter()
+                        .for_each(|parts| self.fade(*id, parts));
                 }
             }
             Line::Came { .. } | Line::Emptied { .. } => {}
@@ -123,8 +154,16 @@ impl Naive {
 
     fn came(&mut self, live: Live, tokens: u64, millis: Option<u64>, at: u64) {
         if tokens > 0 {
-            self.since = if self.prefills.is_empty() { at } else { self.since };
-            self.prefills.push(Prefill { id: live.id, tokens, millis });
+            self.since = if self.prefills.is_empty() {
+                at
+            } else {
+                self.since
+            };
+            self.prefills.push(Prefill {
+                id: live.id,
+                tokens,
+                millis,
+            });
         }
         self.live.push(live);
     }
@@ -136,7 +175,9 @@ impl Naive {
     }
 
     fn end_prefill(&mut self, id: usize, at: u64) {
-        let Some(place) = self.prefills.iter().position(|prefill| prefill.id == id) else { return };
+        let Some(place) = self.prefills.iter().position(|prefill| prefill.id == id) else {
+            return;
+        };
         let ended = self.prefills.remove(place);
         match (place, ended.millis) {
             (0, _) => self.since = at,
@@ -146,7 +187,9 @@ impl Naive {
     }
 
     fn output(&mut self, id: usize, parts: Option<u64>) {
-        let Some(at) = self.live.iter().position(|live| live.id == id) else { return };
+        let Some(at) = self.live.iter().position(|live| live.id == id) else {
+            return;
+        };
         self.live[at].outputs.push(PARTS);
         let Some(parts) = parts else { return };
         self.live[at].outputs.fill(parts);
@@ -155,19 +198,35 @@ impl Naive {
     }
 
     fn fade(&mut self, id: usize, parts: u64) {
-        let others =
-            |block: &u64, live: &[Live]| live.iter().any(|other| other.id != id && other.prompt.contains(block));
-        let Some(at) = self.live.iter().position(|live| live.id == id) else { return };
-        let alone = self.live[at].prompt.iter().filter(|block| !others(block, &self.live)).copied();
-        self.faded.extend(alone.map(|block| (block, parts)).collect::<Vec<_>>());
+        let others = |block: &u64, live: &[Live]| {
+            live.iter()
+                .any(|other| other.id != id && other.prompt.contains(block))
+        };
+        let Some(at) = self.live.iter().position(|live| live.id == id) else {
+            return;
+        };
+        let alone = self.live[at]
+            .prompt
+            .iter()
+            .filter(|block| !others(block, &self.live))
+            .copied();
+        self.faded
+            .extend(alone.map(|block| (block, parts)).collect::<Vec<_>>());
     }
 
     fn held(&self) -> BTreeSet<u64> {
-        self.live.iter().flat_map(|live| live.prompt.iter().copied()).collect()
+        self.live
+            .iter()
+            .flat_map(|live| live.prompt.iter().copied())
+            .collect()
     }
 
     fn load(&self, now: u64) -> Load {
-        let prompts: u64 = self.held().iter().map(|block| self.faded.get(block).unwrap_or(&PARTS)).sum();
+        let prompts: u64 = self
+            .held()
+            .iter()
+            .map(|block| self.faded.get(block).unwrap_or(&PARTS))
+            .sum();
         let outputs: u64 = self.live.iter().flat_map(|live| &live.outputs).sum();
         Load {
             active_blocks: (prompts + outputs + PARTS / 2) / PARTS,
@@ -178,8 +237,19 @@ impl Naive {
 
     fn prefill(&self, now: u64) -> u64 {
         let sum: u64 = self.prefills.iter().map(|prefill| prefill.tokens).sum();
-        let Some(Prefill { tokens, millis: Some(millis), .. }) = self.prefills.first() else { return sum };
-        let done = if *millis == 0 { *tokens } else { tokens * (now - self.since) / millis };
+        let Some(Prefill {
+            tokens,
+            millis: Some(millis),
+            ..
+        }) = self.prefills.first()
+        else {
+            return sum;
+        };
+        let done = if *millis == 0 {
+            *tokens
+        } else {
+            tokens * (now - self.since) / millis
+        };
         if self.prefills.iter().all(|prefill| prefill.millis.is_some()) {
             sum.saturating_sub(done)
         } else {
@@ -208,7 +278,16 @@ fn sequences(locals: &[u64], fork: usize) -> Sequences {
     match fork.checked_sub(3) {
         Some(at) if at < locals.len() => Sequences::of(vec![
             hashes(locals),
-            hashes(&[&locals[..at], &locals[at..].iter().map(|local| (local + 1) % 3).collect::<Vec<_>>()].concat()),
+            hashes(
+                &[
+                    &locals[..at],
+                    &locals[at..]
+                        .iter()
+                        .map(|local| (local + 1) % 3)
+                        .collect::<Vec<_>>(),
+                ]
+                .concat(),
+            ),
         ]),
         _ => Sequences::of(vec![hashes(locals)]),
     }
@@ -216,7 +295,11 @@ fn sequences(locals: &[u64], fork: usize) -> Sequences {
 
 /// Each block of a request once.
 fn distinct(sequences: &Sequences) -> Vec<u64> {
-    let blocks: BTreeSet<_> = sequences.prompts().iter().flat_map(|prompt| prompt.iter()).collect();
+    let blocks: BTreeSet<_> = sequences
+        .prompts()
+        .iter()
+        .flat_map(|prompt| prompt.iter())
+        .collect();
     blocks.into_iter().map(|block| block.0).collect()
 }
 

@@ -27,7 +27,9 @@ struct Live {
 fn held(live: &[Live], slot: Slot) -> BTreeMap<SequenceHash, usize> {
     let mut held = BTreeMap::new();
     for live in live.iter().filter(|live| live.slot == slot) {
-        live.prompt.iter().for_each(|block| *held.entry(*block).or_default() += 1);
+        live.prompt
+            .iter()
+            .for_each(|block| *held.entry(*block).or_default() += 1);
     }
     held
 }
@@ -37,21 +39,41 @@ impl Tree {
     fn check(&self) {
         for (id, node) in &self.nodes {
             assert!(node.from < node.to && node.to <= node.prompt.len());
-            assert!(!node.holders.is_empty() && node.holders.is_sorted_by(|one, other| one.slot < other.slot));
-            let children: Vec<_> = self.nodes.iter().filter(|(_, child)| child.parent == Some(id)).collect();
+            assert!(
+                !node.holders.is_empty()
+                    && node
+                        .holders
+                        .is_sorted_by(|one, other| one.slot < other.slot)
+            );
+            let children: Vec<_> = self
+                .nodes
+                .iter()
+                .filter(|(_, child)| child.parent == Some(id))
+                .collect();
             assert_eq!(node.children, children.len());
-            assert_eq!(node.child, children.iter().fold(0, |all, (child, _)| all ^ child));
+            assert_eq!(
+                node.child,
+                children.iter().fold(0, |all, (child, _)| all ^ child)
+            );
             for holder in &node.holders {
-                let below =
-                    children.iter().filter_map(|(_, child)| Some(child.holders[child.holder(holder.slot).ok()?]));
+                let below = children
+                    .iter()
+                    .filter_map(|(_, child)| Some(child.holders[child.holder(holder.slot).ok()?]));
                 assert!(below.map(|below| below.prompts).sum::<u32>() <= holder.prompts);
             }
             assert!(children.iter().all(|(_, child)| child.from == node.to));
-            assert!(
-                children.iter().all(|(_, child)| child.holders.iter().all(|below| node.holder(below.slot).is_ok()))
-            );
+            assert!(children.iter().all(|(_, child)| {
+                child
+                    .holders
+                    .iter()
+                    .all(|below| node.holder(below.slot).is_ok())
+            }));
         }
-        assert!(self.starts.iter().all(|(name, id)| self.nodes[*id].prompt[self.nodes[*id].from] == *name));
+        assert!(
+            self.starts
+                .iter()
+                .all(|(name, id)| self.nodes[*id].prompt[self.nodes[*id].from] == *name)
+        );
     }
 }
 
@@ -67,7 +89,11 @@ fn run(script: Vec<(u8, u32, Prompt, u16)>, mut look: impl FnMut(&Tree, &[Live],
             0..5 => {
                 let (leaf, change) = tree.add(&prompt, slot);
                 take(slot, change, &mut weights);
-                live.push(Live { prompt: prompt.clone(), slot, leaf });
+                live.push(Live {
+                    prompt: prompt.clone(),
+                    slot,
+                    leaf,
+                });
             }
             5..9 if !live.is_empty() => {
                 let gone = live.swap_remove(usize::from(pick) % live.len());
@@ -86,7 +112,9 @@ fn run(script: Vec<(u8, u32, Prompt, u16)>, mut look: impl FnMut(&Tree, &[Live],
         look(&tree, &live, &weights, &prompt);
     }
     for gone in live {
-        gone.leaf.into_iter().for_each(|leaf| take(gone.slot, tree.remove(leaf, gone.slot), &mut weights));
+        gone.leaf
+            .into_iter()
+            .for_each(|leaf| take(gone.slot, tree.remove(leaf, gone.slot), &mut weights));
         tree.check();
     }
     assert!(tree.nodes.is_empty() && tree.starts.is_empty());
@@ -139,22 +167,43 @@ fn a_conversation_that_others_leave_is_one_node_again() {
     for at in 0..25 {
         let other = chained(&[&vec![0; at][..], &[1, 2]].concat());
         let (leaf, change) = tree.add(&other, Slot(0));
-        assert_eq!(change, Change { more: Weight::ONE.times(2), less: 0 });
+        assert_eq!(
+            change,
+            Change {
+                more: Weight::ONE.times(2),
+                less: 0
+            }
+        );
         assert_eq!(tree.nodes.len(), if at == 0 { 2 } else { 3 });
-        assert_eq!(tree.remove(leaf.unwrap(), Slot(0)), Change { more: 0, less: Weight::ONE.times(2) });
+        assert_eq!(
+            tree.remove(leaf.unwrap(), Slot(0)),
+            Change {
+                more: 0,
+                less: Weight::ONE.times(2)
+            }
+        );
         assert_eq!(tree.nodes.len(), 1);
     }
-    assert_eq!(tree.remove(kept.unwrap(), Slot(0)).less, Weight::ONE.times(25));
+    assert_eq!(
+        tree.remove(kept.unwrap(), Slot(0)).less,
+        Weight::ONE.times(25)
+    );
 }
 
 /// The names of who has gone are kept only as long as somebody else holds a beginning of them.
 #[test]
 fn who_shares_a_beginning_shares_it_once() {
     let mut tree = Tree::default();
-    let prompts: BTreeSet<Vec<u64>> =
-        (0..100).map(|at| vec![0, 0, 0, at % 3, at / 3 % 3, at / 9 % 3, at / 27]).collect();
-    let leaves: Vec<_> = prompts.iter().map(|prompt| tree.add(&chained(prompt), Slot(7)).0.unwrap()).collect();
+    let prompts: BTreeSet<Vec<u64>> = (0..100)
+        .map(|at| vec![0, 0, 0, at % 3, at / 3 % 3, at / 9 % 3, at / 27])
+        .collect();
+    let leaves: Vec<_> = prompts
+        .iter()
+        .map(|prompt| tree.add(&chained(prompt), Slot(7)).0.unwrap())
+        .collect();
     assert_eq!(tree.held(&[chained(&[0, 0, 0])]), [0, 0, 0, 0, 0, 0, 0, 3]);
-    leaves.into_iter().for_each(|leaf| _ = tree.remove(leaf, Slot(7)));
+    leaves
+        .into_iter()
+        .for_each(|leaf| _ = tree.remove(leaf, Slot(7)));
     assert!(tree.nodes.is_empty() && tree.starts.is_empty());
 }

@@ -8,15 +8,24 @@ use super::*;
 fn only_the_value_changes() {
     let cases = [
         (r#"{"model":"a","x":1}"#, r#"{"model":"new","x":1}"#),
-        ("\r\n { \"x\" : 1 ,\t\"model\" : \"a\" } \n", "\r\n { \"x\" : 1 ,\t\"model\" : \"new\" } \n"),
+        (
+            "\r\n { \"x\" : 1 ,\t\"model\" : \"a\" } \n",
+            "\r\n { \"x\" : 1 ,\t\"model\" : \"new\" } \n",
+        ),
         (
             r#"{"model":{"a":["}"]},"n":12345678901234567890123,"f":1.50}"#,
             r#"{"model":"new","n":12345678901234567890123,"f":1.50}"#,
         ),
         (r#"{"model":null}"#, r#"{"model":"new"}"#),
         (r#"{"model":-1.5E+3 }"#, r#"{"model":"new" }"#),
-        (r#"{"\u006dod\u0065l":"a\"","é":"é"}"#, r#"{"\u006dod\u0065l":"new","é":"é"}"#),
-        (r#"{"model":"a","model":"b","MODEL":"c"}"#, r#"{"model":"new","model":"new","MODEL":"c"}"#),
+        (
+            r#"{"\u006dod\u0065l":"a\"","é":"é"}"#,
+            r#"{"\u006dod\u0065l":"new","é":"é"}"#,
+        ),
+        (
+            r#"{"model":"a","model":"b","MODEL":"c"}"#,
+            r#"{"model":"new","model":"new","MODEL":"c"}"#,
+        ),
         (
             r#"{"x":{"model":"a"},"y":["model"],"z":"\"model\":"}"#,
             r#"{"model":"new","x":{"model":"a"},"y":["model"],"z":"\"model\":"}"#,
@@ -31,7 +40,10 @@ fn only_the_value_changes() {
     }
     let edited = set_field(b"{\"a\":1}", "k\"", b"[1, 2]").unwrap();
     assert_eq!(edited, br#"{"k\"":[1, 2],"a":1}"#);
-    assert_eq!(set_model(b"{}", "q\"\\\n").unwrap(), br#"{"model":"q\"\\\n"}"#);
+    assert_eq!(
+        set_model(b"{}", "q\"\\\n").unwrap(),
+        br#"{"model":"q\"\\\n"}"#
+    );
 }
 
 #[test]
@@ -75,11 +87,19 @@ fn what_is_no_whole_object_is_left_alone() {
         &deep,
     ];
     for body in bodies {
-        assert_eq!(set_model(body.as_bytes(), "m"), None, "{}", &body[..body.len().min(40)]);
+        assert_eq!(
+            set_model(body.as_bytes(), "m"),
+            None,
+            "{}",
+            &body[..body.len().min(40)]
+        );
     }
     let (open, close) = ("[".repeat(1_000_000), "]".repeat(1_000_000));
     let nested = format!("{{\"a\":{open}{close},\"model\":1}}");
-    assert_eq!(set_model(nested.as_bytes(), "m").unwrap(), nested.replace(":1}", ":\"m\"}").into_bytes());
+    assert_eq!(
+        set_model(nested.as_bytes(), "m").unwrap(),
+        nested.replace(":1}", ":\"m\"}").into_bytes()
+    );
 }
 
 /// Any value, rather small.
@@ -120,10 +140,18 @@ fn written(fields: &[(String, Value)], spaces: &[&'static str]) -> (String, Vec<
         text += next();
         // Some keys are written with escapes.
         let escaped = next().len() == 1 && key == "model";
-        text += &if escaped { "\"m\\u006fdel\"".to_owned() } else { json!(key).to_string() };
+        text += &if escaped {
+            "\"m\\u006fdel\"".to_owned()
+        } else {
+            json!(key).to_string()
+        };
         text += &format!("{}:{}", next(), next());
         let start = text.len();
-        text += &if nth % 2 == 0 { value.to_string() } else { serde_json::to_string_pretty(value).unwrap() };
+        text += &if nth % 2 == 0 {
+            value.to_string()
+        } else {
+            serde_json::to_string_pretty(value).unwrap()
+        };
         if key == "model" {
             spans.push((start, text.len()));
         }
@@ -171,8 +199,11 @@ proptest! {
 
 #[test]
 fn several_fields_change_at_once_and_some_only_where_they_are() {
-    let changes =
-        [Change::set("max_tokens", b"1"), Change::set("room", b"7"), Change::replace("stream_options", b"null")];
+    let changes = [
+        Change::set("max_tokens", b"1"),
+        Change::set("room", b"7"),
+        Change::replace("stream_options", b"null"),
+    ];
     let cases = [
         (
             r#"{"stream_options":{"a":[1]},"max_tokens":900,"x":1.50}"#,
@@ -180,10 +211,17 @@ fn several_fields_change_at_once_and_some_only_where_they_are() {
         ),
         (r#"{ "x":1}"#, r#"{"max_tokens":1,"room":7, "x":1}"#),
         ("{}", r#"{"max_tokens":1,"room":7}"#),
-        (r#"{"room":1,"max_tokens":2}"#, r#"{"room":7,"max_tokens":1}"#),
+        (
+            r#"{"room":1,"max_tokens":2}"#,
+            r#"{"room":7,"max_tokens":1}"#,
+        ),
     ];
     for (body, expected) in cases {
-        assert_eq!(String::from_utf8(change(body.as_bytes(), &changes).unwrap()).unwrap(), expected, "{body}");
+        assert_eq!(
+            String::from_utf8(change(body.as_bytes(), &changes).unwrap()).unwrap(),
+            expected,
+            "{body}"
+        );
     }
     assert_eq!(change(b"{\"x\":1}", &[]).unwrap(), b"{\"x\":1}");
 }
@@ -191,6 +229,9 @@ fn several_fields_change_at_once_and_some_only_where_they_are() {
 #[test]
 fn values_are_found_where_they_stand() {
     let body = br#"{"n": 2, "a":{"n":3}, "echo" :true,"\u006e":[4]}"#;
-    assert_eq!(look(body, &["echo", "n"]).unwrap(), [(1, &b"2"[..]), (0, b"true"), (1, b"[4]")]);
+    assert_eq!(
+        look(body, &["echo", "n"]).unwrap(),
+        [(1, &b"2"[..]), (0, b"true"), (1, b"[4]")]
+    );
     assert_eq!(look(b"[1]", &["n"]), None);
 }

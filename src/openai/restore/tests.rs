@@ -9,7 +9,10 @@ use crate::openai::edit::tests::{any_json, any_text};
 
 /// What comes out for these chunks, and the whole of it.
 fn restored(restorer: &mut Restorer, chunks: &[&[u8]]) -> Vec<Vec<u8>> {
-    let mut out: Vec<Vec<u8>> = chunks.iter().map(|chunk| restorer.push(chunk).into_owned()).collect();
+    let mut out: Vec<Vec<u8>> = chunks
+        .iter()
+        .map(|chunk| restorer.push(chunk).into_owned())
+        .collect();
     out.push(restorer.finish());
     out
 }
@@ -17,39 +20,75 @@ fn restored(restorer: &mut Restorer, chunks: &[&[u8]]) -> Vec<Vec<u8>> {
 fn in_every_cut(text: &str, served: &str, asked: &str, expected: &str) {
     let bytes = text.as_bytes();
     for cut in 0..=bytes.len() {
-        let out = restored(&mut Restorer::new(served, asked), &[&bytes[..cut], &[], &bytes[cut..]]).concat();
-        assert_eq!(String::from_utf8_lossy(&out), expected, "{text} cut at {cut}");
+        let out = restored(
+            &mut Restorer::new(served, asked),
+            &[&bytes[..cut], &[], &bytes[cut..]],
+        )
+        .concat();
+        assert_eq!(
+            String::from_utf8_lossy(&out),
+            expected,
+            "{text} cut at {cut}"
+        );
     }
     let single: Vec<&[u8]> = bytes.chunks(1).collect();
     let out = restored(&mut Restorer::new(served, asked), &single).concat();
-    assert_eq!(String::from_utf8_lossy(&out), expected, "{text} byte by byte");
+    assert_eq!(
+        String::from_utf8_lossy(&out),
+        expected,
+        "{text} byte by byte"
+    );
 }
 
 #[test]
 fn the_name_asked_for_comes_back_in_every_envelope() {
     let cases = [
         (r#"{"model":"s","x":1}"#, r#"{"model":"A\"","x":1}"#),
-        ("\n{ \"x\" : [1, {}],\r\n\t\"model\" :\n \"s\" }\n", "\n{ \"x\" : [1, {}],\r\n\t\"model\" :\n \"A\\\"\" }\n"),
+        (
+            "\n{ \"x\" : [1, {}],\r\n\t\"model\" :\n \"s\" }\n",
+            "\n{ \"x\" : [1, {}],\r\n\t\"model\" :\n \"A\\\"\" }\n",
+        ),
         (r#"{"m\u006fdel":"\u0073"}"#, r#"{"m\u006fdel":"A\""}"#),
-        (r#"{"model":"s","model":"s"}"#, r#"{"model":"A\"","model":"A\""}"#),
+        (
+            r#"{"model":"s","model":"s"}"#,
+            r#"{"model":"A\"","model":"A\""}"#,
+        ),
         (r#"{"model":"s2","n":1}"#, r#"{"model":"s2","n":1}"#),
         (r#"{"model":"","n":1}"#, r#"{"model":"","n":1}"#),
         (r#"{"model":7,"x":"s"}"#, r#"{"model":7,"x":"s"}"#),
-        (r#"{"model":["s"],"x":{"model":"s"}}"#, r#"{"model":["s"],"x":{"model":"s"}}"#),
-        (r#"{"a":"\"model\":\"s\"","model":null}"#, r#"{"a":"\"model\":\"s\"","model":null}"#),
+        (
+            r#"{"model":["s"],"x":{"model":"s"}}"#,
+            r#"{"model":["s"],"x":{"model":"s"}}"#,
+        ),
+        (
+            r#"{"a":"\"model\":\"s\"","model":null}"#,
+            r#"{"a":"\"model\":\"s\"","model":null}"#,
+        ),
         (
             r#"{"choices":[{"message":{"model":"s"}}],"model":"s"}"#,
             r#"{"choices":[{"message":{"model":"s"}}],"model":"A\""}"#,
         ),
-        (r#"{"a":{"response":{"model":"s"}}}"#, r#"{"a":{"response":{"model":"s"}}}"#),
+        (
+            r#"{"a":{"response":{"model":"s"}}}"#,
+            r#"{"a":{"response":{"model":"s"}}}"#,
+        ),
         (
             r#"{"response":{"message":{"model":"s"},"model":"s"}}"#,
             r#"{"response":{"message":{"model":"s"},"model":"A\""}}"#,
         ),
-        (r#"{"message":{"id":{},"model":"s"},"model":"s"}"#, r#"{"message":{"id":{},"model":"A\""},"model":"A\""}"#),
-        (r#"{"message":"model","model":"s"}"#, r#"{"message":"model","model":"A\""}"#),
+        (
+            r#"{"message":{"id":{},"model":"s"},"model":"s"}"#,
+            r#"{"message":{"id":{},"model":"A\""},"model":"A\""}"#,
+        ),
+        (
+            r#"{"message":"model","model":"s"}"#,
+            r#"{"message":"model","model":"A\""}"#,
+        ),
         (r#"[{"model":"s"}]"#, r#"[{"model":"s"}]"#),
-        ("data: {\"model\":\"s\"}\n\ndata: [DONE]\n\n", "data: {\"model\":\"A\\\"\"}\n\ndata: [DONE]\n\n"),
+        (
+            "data: {\"model\":\"s\"}\n\ndata: [DONE]\n\n",
+            "data: {\"model\":\"A\\\"\"}\n\ndata: [DONE]\n\n",
+        ),
         (
             ": c\nevent: message_start\nid: 1\ndata:{\"message\":{\"model\": \"s\"}}\n\nevent: x\ndata: {\"model\":\"s\"}\n\n",
             ": c\nevent: message_start\nid: 1\ndata:{\"message\":{\"model\": \"A\\\"\"}}\n\nevent: x\ndata: {\"model\":\"A\\\"\"}\n\n",
@@ -66,8 +105,14 @@ fn the_name_asked_for_comes_back_in_every_envelope() {
             "data: {\"model\":\"s\n\ndata: {\"model\":\"s\"}\n\n",
             "data: {\"model\":\"s\n\ndata: {\"model\":\"A\\\"\"}\n\n",
         ),
-        ("dat: {\"model\":\"s\"}\n data: {\"model\":\"s\"}\n", "dat: {\"model\":\"s\"}\n data: {\"model\":\"s\"}\n"),
-        ("event: data: {\"model\":\"s\"}\n\n", "event: data: {\"model\":\"s\"}\n\n"),
+        (
+            "dat: {\"model\":\"s\"}\n data: {\"model\":\"s\"}\n",
+            "dat: {\"model\":\"s\"}\n data: {\"model\":\"s\"}\n",
+        ),
+        (
+            "event: data: {\"model\":\"s\"}\n\n",
+            "event: data: {\"model\":\"s\"}\n\n",
+        ),
         ("{\"model\":\"s", "{\"model\":\"s"),
         ("{\"model\":\"\\u007", "{\"model\":\"\\u007"),
         ("", ""),
@@ -75,7 +120,12 @@ fn the_name_asked_for_comes_back_in_every_envelope() {
     for (text, expected) in cases {
         in_every_cut(text, "s", "A\"", expected);
     }
-    in_every_cut(r#"{"model":"org\/s\u00e9\ud83d\ude00"}"#, "org/s\u{e9}\u{1f600}", "a", r#"{"model":"a"}"#);
+    in_every_cut(
+        r#"{"model":"org\/s\u00e9\ud83d\ude00"}"#,
+        "org/s\u{e9}\u{1f600}",
+        "a",
+        r#"{"model":"a"}"#,
+    );
 }
 
 #[test]
@@ -88,27 +138,49 @@ fn only_what_may_be_the_name_is_held_back() {
         (r#"{"model":"#, r#"{"model":"#),
         (r#"{"model":"\u0073er"#, r#"{"model":"#),
         (r#"{"x":"ser"#, r#"{"x":"ser"#),
-        (r#"{"choices":[{"delta":{"content":"ser"#, r#"{"choices":[{"delta":{"content":"ser"#),
+        (
+            r#"{"choices":[{"delta":{"content":"ser"#,
+            r#"{"choices":[{"delta":{"content":"ser"#,
+        ),
         ("data: {\"a\":1}\n\ndata", "data: {\"a\":1}\n\ndata"),
         (r#"{"model":"x\u0073e"#, r#"{"model":"x\u0073e"#),
     ];
     for (text, gone) in cases {
         let mut restorer = Restorer::new("served", "asked");
-        assert_eq!(String::from_utf8_lossy(&restorer.push(text.as_bytes())), gone);
-        assert_eq!(String::from_utf8_lossy(&restorer.finish()), text[gone.len()..]);
+        assert_eq!(
+            String::from_utf8_lossy(&restorer.push(text.as_bytes())),
+            gone
+        );
+        assert_eq!(
+            String::from_utf8_lossy(&restorer.finish()),
+            text[gone.len()..]
+        );
     }
     let mut restorer = Restorer::new("served", "asked");
     let text = format!(r#"{{"model":"{}"#, r"\u0073".repeat(7));
-    assert_eq!(restorer.push(text.as_bytes()).len(), text.len(), "too long to be the name, whatever it says");
+    assert_eq!(
+        restorer.push(text.as_bytes()).len(),
+        text.len(),
+        "too long to be the name, whatever it says"
+    );
 }
 
 #[test]
 fn what_does_not_change_is_not_copied() {
     let mut restorer = Restorer::new("served", "asked");
-    for chunk in ["data: {\"model\":\"other\",\"choices\":[{\"text\":\"a\"}]}\n\n", "data: {\"x\":", "[1,2]}\n\n"] {
-        assert!(matches!(restorer.push(chunk.as_bytes()), Cow::Borrowed(same) if same == chunk.as_bytes()));
+    for chunk in [
+        "data: {\"model\":\"other\",\"choices\":[{\"text\":\"a\"}]}\n\n",
+        "data: {\"x\":",
+        "[1,2]}\n\n",
+    ] {
+        assert!(
+            matches!(restorer.push(chunk.as_bytes()), Cow::Borrowed(same) if same == chunk.as_bytes())
+        );
     }
-    assert!(matches!(restorer.push(b"data: {\"model\":\"served\"}"), Cow::Owned(_)));
+    assert!(matches!(
+        restorer.push(b"data: {\"model\":\"served\"}"),
+        Cow::Owned(_)
+    ));
 }
 
 /// The same by reading and writing each document.
@@ -127,16 +199,29 @@ fn document() -> impl Strategy<Value = Value> {
     let key = prop_oneof![
         3 => Just("model".to_owned()), 1 => Just("response".to_owned()), 1 => Just("message".to_owned()), 2 => any_text(),
     ];
-    let inner = vec((key.clone(), model.clone()), 0..3).prop_map(|fields| Value::Object(fields.into_iter().collect()));
+    let inner = vec((key.clone(), model.clone()), 0..3)
+        .prop_map(|fields| Value::Object(fields.into_iter().collect()));
     let value = prop_oneof![2 => model, 2 => inner, 1 => any_json()];
     vec((key, value), 0..5).prop_map(|fields| Value::Object(fields.into_iter().collect()))
 }
 
 /// As JSON, in one of several ways to write it; in lines where there may be some.
 fn text_of(value: &Value, way: u8) -> String {
-    let text = if way & 1 == 0 { value.to_string() } else { serde_json::to_string_pretty(value).unwrap() };
-    let text = if way & 2 == 0 { text } else { text.replace('\u{e9}', "\\u00e9") };
-    if way & 4 == 0 { text } else { text.replace("model", "mod\\u0065l") }
+    let text = if way & 1 == 0 {
+        value.to_string()
+    } else {
+        serde_json::to_string_pretty(value).unwrap()
+    };
+    let text = if way & 2 == 0 {
+        text
+    } else {
+        text.replace('\u{e9}', "\\u00e9")
+    };
+    if way & 4 == 0 {
+        text
+    } else {
+        text.replace("model", "mod\\u0065l")
+    }
 }
 
 fn cut<'t>(text: &'t [u8], sizes: &[usize]) -> Vec<&'t [u8]> {

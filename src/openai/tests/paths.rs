@@ -13,7 +13,10 @@ fn an_api_is_told_by_how_its_path_ends() {
         ("/v1/chat/completions%3Fx", None),
         ("/v1/chat/completions%", None),
         ("/v1/chat/completions%2", None),
-        ("/v1/chat/completions//?x=/v1/embeddings", Some(Api::ChatCompletions)),
+        (
+            "/v1/chat/completions//?x=/v1/embeddings",
+            Some(Api::ChatCompletions),
+        ),
         ("/v1/completions?timeout=3", Some(Api::Completions)),
         ("completions", Some(Api::Completions)),
         ("/v1/xcompletions", None),
@@ -77,8 +80,15 @@ fn operators_name_paths_and_switch_apis_off() {
     ] {
         assert_eq!(paths.find(path), api, "{path}");
     }
-    let nothing = PathsConfig { chat_completions: vec!["/".into()], ..PathsConfig::default() };
-    assert_eq!(Paths::new(&nothing).find("/"), None, "an empty ending is a mistake, and no ending of every path");
+    let nothing = PathsConfig {
+        chat_completions: vec!["/".into()],
+        ..PathsConfig::default()
+    };
+    assert_eq!(
+        Paths::new(&nothing).find("/"),
+        None,
+        "an empty ending is a mistake, and no ending of every path"
+    );
 }
 
 #[test]
@@ -89,7 +99,11 @@ fn headers_tell_the_path_only_where_it_is_unknown_and_the_operator_lists_them() 
         _ => None,
     };
     let listed = PathsConfig {
-        headers: vec!["x-missing".into(), "x-original-path".into(), "X-Forwarded-Path".into()],
+        headers: vec![
+            "x-missing".into(),
+            "x-original-path".into(),
+            "X-Forwarded-Path".into(),
+        ],
         ..PathsConfig::default()
     };
     let paths = Paths::new(&listed);
@@ -101,7 +115,12 @@ fn headers_tell_the_path_only_where_it_is_unknown_and_the_operator_lists_them() 
 #[test]
 fn only_bodies_that_say_something_are_wanted() {
     let wanted = |path: &str| Api::of_path(path).is_some_and(Api::wants_body);
-    for path in ["/v1/chat/completions", "/v1/rerank", "/tokenize", "/v1/audio/transcriptions"] {
+    for path in [
+        "/v1/chat/completions",
+        "/v1/rerank",
+        "/tokenize",
+        "/v1/audio/transcriptions",
+    ] {
         assert!(wanted(path), "{path}");
     }
     for path in ["/v1/models", "/v1/conversations", "/metrics"] {

@@ -95,7 +95,9 @@ impl Counts {
 
     fn add(&mut self, mut other: Self) {
         for (count, other) in self.numbers().into_iter().zip(other.numbers()) {
-            count.0 = count.0.map_or(other.0, |sum| Some(sum.saturating_add(other.0.unwrap_or(0))));
+            count.0 = count.0.map_or(other.0, |sum| {
+                Some(sum.saturating_add(other.0.unwrap_or(0)))
+            });
         }
     }
 
@@ -114,15 +116,30 @@ impl Counts {
     }
 
     pub(super) fn usage(self) -> Usage {
-        let beside = [self.cache_read_input_tokens, self.cache_creation_input_tokens];
+        let beside = [
+            self.cache_read_input_tokens,
+            self.cache_creation_input_tokens,
+        ];
         let input = beside
             .into_iter()
-            .fold(self.input_tokens.0.unwrap_or(0), |sum, count| sum.saturating_add(count.0.unwrap_or(0)));
-        let details = self.prompt_tokens_details.cached_tokens.0.or(self.input_tokens_details.cached_tokens.0);
+            .fold(self.input_tokens.0.unwrap_or(0), |sum, count| {
+                sum.saturating_add(count.0.unwrap_or(0))
+            });
+        let details = self
+            .prompt_tokens_details
+            .cached_tokens
+            .0
+            .or(self.input_tokens_details.cached_tokens.0);
         Usage {
             prompt_tokens: self.prompt_tokens.0.unwrap_or(input),
-            completion_tokens: self.completion_tokens.0.or(self.output_tokens.0).unwrap_or(0),
-            cached_tokens: details.or(self.cache_read_input_tokens.0).or(self.cached_tokens.0),
+            completion_tokens: self
+                .completion_tokens
+                .0
+                .or(self.output_tokens.0)
+                .unwrap_or(0),
+            cached_tokens: details
+                .or(self.cache_read_input_tokens.0)
+                .or(self.cached_tokens.0),
         }
     }
 }
@@ -219,20 +236,34 @@ struct Piece {
 
 impl Answer<'_> {
     fn told(&self) -> Told {
-        let kind = self.kind.and_then(|raw| serde_json::from_str::<Cow<'_, str>>(raw.get()).ok()).unwrap_or_default();
+        let kind = self
+            .kind
+            .and_then(|raw| serde_json::from_str::<Cow<'_, str>>(raw.get()).ok())
+            .unwrap_or_default();
         let around = match &*kind {
             "message_start" => self.message,
             kind if kind.starts_with("response.") => self.response,
             _ => None,
         };
         let around = around.filter(|raw| raw.get().starts_with('{'));
-        let inner = around.and_then(|raw| serde_json::from_str::<Around<'_>>(raw.get()).ok()?.usage);
-        let counts = counts_of(self.usage).or_else(|| counts_of(self.meta_info)).or_else(|| counts_of(inner));
+        let inner =
+            around.and_then(|raw| serde_json::from_str::<Around<'_>>(raw.get()).ok()?.usage);
+        let counts = counts_of(self.usage)
+            .or_else(|| counts_of(self.meta_info))
+            .or_else(|| counts_of(inner));
         let last = matches!(
             &*kind,
-            "message_stop" | "response.completed" | "response.incomplete" | "response.failed" | "response.cancelled"
+            "message_stop"
+                | "response.completed"
+                | "response.incomplete"
+                | "response.failed"
+                | "response.cancelled"
         );
-        Told { counts, content: self.content(&kind), last }
+        Told {
+            counts,
+            content: self.content(&kind),
+            last,
+        }
     }
 
     fn content(&self, kind: &str) -> EventContent {
@@ -240,15 +271,23 @@ impl Answer<'_> {
             "content_block_delta" => {
                 let piece = self.delta.filter(|raw| raw.get().starts_with('{'));
                 let piece = piece.and_then(|raw| serde_json::from_str::<Piece>(raw.get()).ok());
-                piece.is_some_and(|piece| [piece.text, piece.thinking, piece.partial_json].contains(&Filled(true)))
+                piece.is_some_and(|piece| {
+                    [piece.text, piece.thinking, piece.partial_json].contains(&Filled(true))
+                })
             }
             "message" => self.content.0,
             _ if kind.starts_with("response.") => {
-                kind.ends_with(".delta") && self.delta.is_some_and(|raw| !matches!(raw.get(), "\"\"" | "null"))
+                kind.ends_with(".delta")
+                    && self
+                        .delta
+                        .is_some_and(|raw| !matches!(raw.get(), "\"\"" | "null"))
             }
             _ => {
                 let choices = self.choices.as_deref().unwrap_or_default();
-                let content = choices.iter().map(Choice::content).fold(EventContent::None, EventContent::and);
+                let content = choices
+                    .iter()
+                    .map(Choice::content)
+                    .fold(EventContent::None, EventContent::and);
                 if content != EventContent::None {
                     return content;
                 }
@@ -289,16 +328,28 @@ struct Said {
 
 impl Choice {
     fn content(&self) -> EventContent {
-        let tokens = self.token_ids.0.max(self.logprobs.content.0).max(self.logprobs.tokens.0);
+        let tokens = self
+            .token_ids
+            .0
+            .max(self.logprobs.content.0)
+            .max(self.logprobs.tokens.0);
         EventContent::of(self.has_content(), tokens)
     }
 
     fn has_content(&self) -> bool {
         let said = |said: &Said| {
-            [said.content, said.reasoning, said.reasoning_content, said.refusal, said.tool_calls]
-                .contains(&Filled(true))
+            [
+                said.content,
+                said.reasoning,
+                said.reasoning_content,
+                said.refusal,
+                said.tool_calls,
+            ]
+            .contains(&Filled(true))
         };
-        self.text.0 || self.delta.as_ref().is_some_and(said) || self.message.as_ref().is_some_and(said)
+        self.text.0
+            || self.delta.as_ref().is_some_and(said)
+            || self.message.as_ref().is_some_and(said)
     }
 }
 
@@ -309,7 +360,9 @@ struct ListLength(u64);
 impl<'de> Deserialize<'de> for ListLength {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = <&RawValue>::deserialize(deserializer)?;
-        Ok(Self(serde_json::from_str::<Vec<IgnoredAny>>(raw.get()).map_or(0, |list| list.len() as u64)))
+        Ok(Self(
+            serde_json::from_str::<Vec<IgnoredAny>>(raw.get()).map_or(0, |list| list.len() as u64),
+        ))
     }
 }
 
@@ -334,7 +387,10 @@ impl<'de> Deserialize<'de> for LogprobTokens {
         } else {
             LogprobLists::default()
         };
-        Ok(Self { content: lists.content, tokens: lists.tokens })
+        Ok(Self {
+            content: lists.content,
+            tokens: lists.tokens,
+        })
     }
 }
 
@@ -413,8 +469,13 @@ impl<'de> Deserialize<'de> for Details {
             cached_tokens: Count,
         }
         let raw = <&RawValue>::deserialize(deserializer)?.get();
-        let told =
-            if raw.starts_with('{') { serde_json::from_str::<Told>(raw).unwrap_or_default() } else { Told::default() };
-        Ok(Self { cached_tokens: told.cached_tokens })
+        let told = if raw.starts_with('{') {
+            serde_json::from_str::<Told>(raw).unwrap_or_default()
+        } else {
+            Told::default()
+        };
+        Ok(Self {
+            cached_tokens: told.cached_tokens,
+        })
     }
 }

@@ -19,7 +19,11 @@ pub(super) struct Long {
 
 impl Default for Long {
     fn default() -> Self {
-        Self { walker: Walker::new(USAGE), begun: None, counts: None }
+        Self {
+            walker: Walker::new(USAGE),
+            begun: None,
+            counts: None,
+        }
     }
 }
 

@@ -22,9 +22,16 @@ pub(super) struct Shape {
 impl Shape {
     /// Takes note of such an event.
     pub(super) fn learn(&mut self, json: &[u8]) {
-        let Some(from) = KEYS.iter().find_map(|key| Some(memmem::find(json, key)? + key.len())) else { return };
+        let Some(from) = KEYS
+            .iter()
+            .find_map(|key| Some(memmem::find(json, key)? + key.len()))
+        else {
+            return;
+        };
         let (before, rest) = json.split_at(from);
-        let Some(len) = memchr::memchr(b'"', rest) else { return };
+        let Some(len) = memchr::memchr(b'"', rest) else {
+            return;
+        };
         let (text, after) = rest.split_at(len);
         if !is_plain(text) {
             return;
@@ -37,7 +44,9 @@ impl Shape {
 
     /// Whether an event is like it.
     pub(super) fn fits(&self, json: &[u8]) -> bool {
-        let text = json.strip_prefix(&*self.before).and_then(|rest| rest.strip_suffix(&*self.after));
+        let text = json
+            .strip_prefix(&*self.before)
+            .and_then(|rest| rest.strip_suffix(&*self.after));
         !self.before.is_empty() && text.is_some_and(is_plain)
     }
 }

@@ -17,7 +17,11 @@ const STREAM: &str = concat!(
     "data: [DONE]\n\n",
 );
 
-const TOLD: Usage = Usage { prompt_tokens: 419, completion_tokens: 3, cached_tokens: Some(416) };
+const TOLD: Usage = Usage {
+    prompt_tokens: 419,
+    completion_tokens: 3,
+    cached_tokens: Some(416),
+};
 
 fn check(scanner: &UsageScanner) {
     assert_eq!(scanner.usage(), Some(TOLD));
@@ -58,12 +62,21 @@ fn an_event_that_the_stream_ends_in_counts() {
 #[test]
 fn the_last_usage_counts_and_null_does_not_erase_it() {
     let mut scanner = UsageScanner::default();
-    for usage in
-        [r#"{"prompt_tokens":1,"completion_tokens":1}"#, r#"{"prompt_tokens":1,"completion_tokens":2}"#, "null"]
-    {
+    for usage in [
+        r#"{"prompt_tokens":1,"completion_tokens":1}"#,
+        r#"{"prompt_tokens":1,"completion_tokens":2}"#,
+        "null",
+    ] {
         scanner.push(format!("data: {{\"choices\":[],\"usage\":{usage}}}\n\n").as_bytes());
     }
-    assert_eq!(scanner.usage(), Some(Usage { prompt_tokens: 1, completion_tokens: 2, cached_tokens: None }));
+    assert_eq!(
+        scanner.usage(),
+        Some(Usage {
+            prompt_tokens: 1,
+            completion_tokens: 2,
+            cached_tokens: None
+        })
+    );
 }
 
 #[test]
@@ -81,7 +94,11 @@ fn what_is_too_long_or_not_understood_is_skipped_and_counted() {
         scanner.push(b"\n");
     }
     scanner.push(b"\n");
-    assert_eq!(scanner.skipped(), 2, "lines that are short enough but make too long an event");
+    assert_eq!(
+        scanner.skipped(),
+        2,
+        "lines that are short enough but make too long an event"
+    );
     scanner.push(b"data: {broken\n\n");
     assert_eq!(scanner.skipped(), 3);
     scanner.push(STREAM.as_bytes());
@@ -91,21 +108,36 @@ fn what_is_too_long_or_not_understood_is_skipped_and_counted() {
 #[test]
 fn a_whole_answer_is_read_at_once() {
     for (choice, content) in [
-        (json!({"message": {"role": "assistant", "content": "hi"}}), 1),
-        (json!({"message": {"content": null, "tool_calls": [{"id": "c"}]}}), 1),
+        (
+            json!({"message": {"role": "assistant", "content": "hi"}}),
+            1,
+        ),
+        (
+            json!({"message": {"content": null, "tool_calls": [{"id": "c"}]}}),
+            1,
+        ),
         (json!({"text": ""}), 0),
     ] {
-        let usage =
-            json!({"prompt_tokens": 419, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 416}});
+        let usage = json!({"prompt_tokens": 419, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 416}});
         let mut scanner = UsageScanner::new(Kind::Whole);
-        scanner.push(json!({"choices": [choice], "usage": usage}).to_string().as_bytes());
+        scanner.push(
+            json!({"choices": [choice], "usage": usage})
+                .to_string()
+                .as_bytes(),
+        );
         scanner.finish();
-        assert_eq!((scanner.usage(), scanner.content_events()), (Some(TOLD), content));
+        assert_eq!(
+            (scanner.usage(), scanner.content_events()),
+            (Some(TOLD), content)
+        );
     }
     let mut scanner = UsageScanner::new(Kind::Whole);
     scanner.push(br#"{"error": {"message": "no"}}"#);
     scanner.finish();
-    assert_eq!((scanner.usage(), scanner.content_events(), scanner.skipped()), (None, 0, 0));
+    assert_eq!(
+        (scanner.usage(), scanner.content_events(), scanner.skipped()),
+        (None, 0, 0)
+    );
 }
 
 fn whole(body: &str) -> UsageScanner {
@@ -125,13 +157,21 @@ fn stream(events: &[Value]) -> UsageScanner {
 }
 
 fn usage(prompt_tokens: u64, completion_tokens: u64, cached_tokens: Option<u64>) -> Option<Usage> {
-    Some(Usage { prompt_tokens, completion_tokens, cached_tokens })
+    Some(Usage {
+        prompt_tokens,
+        completion_tokens,
+        cached_tokens,
+    })
 }
 
 #[test]
 fn every_api_says_its_usage_in_its_own_words() {
     let cases = [
-        (r#"{"data":[{"embedding":[0.5,-1e-3]}],"usage":{"prompt_tokens":7,"total_tokens":7}}"#, usage(7, 0, None), 0),
+        (
+            r#"{"data":[{"embedding":[0.5,-1e-3]}],"usage":{"prompt_tokens":7,"total_tokens":7}}"#,
+            usage(7, 0, None),
+            0,
+        ),
         (
             r#"{"object":"response","output":[{"type":"message"}],"usage":{"input_tokens":9,"output_tokens":2,
                 "input_tokens_details":{"cached_tokens":8},"output_tokens_details":{"reasoning_tokens":1}}}"#,
@@ -165,21 +205,45 @@ fn every_api_says_its_usage_in_its_own_words() {
             usage(5, 0, None),
             0,
         ),
-        (r#"{"usage":{"prompt_tokens":-5,"completion_tokens":"2","prompt_tokens_details":[4]}}"#, usage(0, 0, None), 0),
+        (
+            r#"{"usage":{"prompt_tokens":-5,"completion_tokens":"2","prompt_tokens_details":[4]}}"#,
+            usage(0, 0, None),
+            0,
+        ),
         (r#"{"usage":{}}"#, usage(0, 0, None), 0),
         (r#"{"usage":[1,2]}"#, None, 0),
         (r#"{"input_tokens":12}"#, None, 0),
-        (r#"{"text":{"usage":{"prompt_tokens":1}},"message":"x","response":7,"delta":{},"type":3}"#, None, 1),
+        (
+            r#"{"text":{"usage":{"prompt_tokens":1}},"message":"x","response":7,"delta":{},"type":3}"#,
+            None,
+            1,
+        ),
         ("[]", None, 0),
     ];
     for (body, told, content) in cases {
         let scanner = whole(body);
-        assert_eq!((scanner.usage(), scanner.content_events()), (told, content), "{body}");
+        assert_eq!(
+            (scanner.usage(), scanner.content_events()),
+            (told, content),
+            "{body}"
+        );
         assert_eq!((scanner.skipped(), scanner.is_done()), (0, true), "{body}");
     }
-    for body in ["", "7", "\"usage\"", "{\"usage\":{\"prompt_tokens\":1}", "[1]", "[[1]]", "\u{feff}{}"] {
+    for body in [
+        "",
+        "7",
+        "\"usage\"",
+        "{\"usage\":{\"prompt_tokens\":1}",
+        "[1]",
+        "[[1]]",
+        "\u{feff}{}",
+    ] {
         let scanner = whole(body);
-        assert_eq!((scanner.usage(), scanner.content_events(), scanner.skipped()), (None, 0, 1), "{body}");
+        assert_eq!(
+            (scanner.usage(), scanner.content_events(), scanner.skipped()),
+            (None, 0, 1),
+            "{body}"
+        );
     }
 }
 
@@ -200,11 +264,27 @@ fn events_of_the_responses_api_are_read() {
         json!({"type": "response.content_part.done", "part": {"type": "output_text", "text": "a"}}),
     ];
     let open = stream(&events);
-    assert_eq!((open.usage(), open.content_events(), open.is_done(), open.skipped()), (None, 4, false, 0));
-    for (last, done) in [("completed", true), ("incomplete", true), ("failed", true), ("queued", false)] {
+    assert_eq!(
+        (
+            open.usage(),
+            open.content_events(),
+            open.is_done(),
+            open.skipped()
+        ),
+        (None, 4, false, 0)
+    );
+    for (last, done) in [
+        ("completed", true),
+        ("incomplete", true),
+        ("failed", true),
+        ("queued", false),
+    ] {
         events.push(json!({"type": format!("response.{last}"), "response": about(told.clone())}));
         let ended = stream(&events);
-        assert_eq!((ended.usage(), ended.content_events(), ended.is_done()), (usage(20, 4, Some(16)), 4, done));
+        assert_eq!(
+            (ended.usage(), ended.content_events(), ended.is_done()),
+            (usage(20, 4, Some(16)), 4, done)
+        );
         events.pop();
     }
 }
@@ -226,11 +306,17 @@ fn anthropic_says_its_usage_in_two_parts() {
         delta(json!("a")),
     ];
     let open = stream(&events);
-    assert_eq!((open.usage(), open.content_events(), open.is_done()), (usage(25, 1, Some(16)), 3, false));
+    assert_eq!(
+        (open.usage(), open.content_events(), open.is_done()),
+        (usage(25, 1, Some(16)), 3, false)
+    );
     events.push(json!({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 9}}));
     events.push(json!({"type": "message_stop"}));
     let ended = stream(&events);
-    assert_eq!((ended.usage(), ended.is_done(), ended.skipped()), (usage(25, 9, Some(16)), true, 0));
+    assert_eq!(
+        (ended.usage(), ended.is_done(), ended.skipped()),
+        (usage(25, 9, Some(16)), true, 0)
+    );
     // As vLLM does it, which knows the prompt only at the end.
     events[0]["message"]["usage"] = json!({"input_tokens": 0, "output_tokens": 0});
     events[9]["usage"] = json!({"input_tokens": 30, "output_tokens": 9});
@@ -247,7 +333,10 @@ fn of_a_long_answer_only_the_usage_is_kept() {
         (format!("{{{list},{told}}}"), usage(7, 1, None)),
         (format!("{{{told} , {list}}}"), usage(7, 1, None)),
         (format!("{{{text},{told}}}"), usage(7, 1, None)),
-        (format!(r#"{{{list},"us\u0061ge" : {{"prompt_tokens":8}}, "x":{told}"#), usage(8, 0, None)),
+        (
+            format!(r#"{{{list},"us\u0061ge" : {{"prompt_tokens":8}}, "x":{told}"#),
+            usage(8, 0, None),
+        ),
         (format!("{{{list},\"x\":{{{told}}}}}"), None),
         (format!("{{{list},\"usage\":[{numbers}]}}"), None),
         (format!("{numbers}{told}"), None),
@@ -261,7 +350,11 @@ fn of_a_long_answer_only_the_usage_is_kept() {
             }
             scanner.finish();
             scanner.finish();
-            assert_eq!((scanner.usage(), scanner.skipped()), (told, u64::from(told.is_none())), "{size}");
+            assert_eq!(
+                (scanner.usage(), scanner.skipped()),
+                (told, u64::from(told.is_none())),
+                "{size}"
+            );
         }
     }
 }
@@ -328,8 +421,16 @@ proptest! {
 
 /// What is said in an event: texts, and what a text must not be taken for.
 fn said() -> impl Strategy<Value = Vec<u8>> {
-    let odd: [&[u8]; 8] =
-        [b"", b"\\\"", b"\\n", b"x\",\"content\":\"y", b"x\"},\"usage\":{\"prompt_tokens\":3", b"\x01", b"\xff", b"\\"];
+    let odd: [&[u8]; 8] = [
+        b"",
+        b"\\\"",
+        b"\\n",
+        b"x\",\"content\":\"y",
+        b"x\"},\"usage\":{\"prompt_tokens\":3",
+        b"\x01",
+        b"\xff",
+        b"\\",
+    ];
     prop_oneof![
         4 => "[a-zé ]{0,6}".prop_map(String::into_bytes),
         1 => proptest::sample::select(odd.to_vec()).prop_map(<[u8]>::to_vec),
@@ -339,18 +440,31 @@ fn said() -> impl Strategy<Value = Vec<u8>> {
 /// Events as engines write them, and some that only look so.
 fn similar_event() -> impl Strategy<Value = Vec<u8>> {
     let around = [
-        ("{\"id\":\"a\",\"choices\":[{\"delta\":{\"content\":\"", "\"},\"finish_reason\":null}]}"),
-        ("{\"id\":\"a\",\"choices\":[{\"text\":\"", "\",\"finish_reason\":null}]}"),
-        ("{\"choices\":[{\"delta\":{\"content\":\"", "\"}}],\"usage\":{\"prompt_tokens\":9}}"),
-        ("{\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\",\"text\":\"", "\"}}"),
+        (
+            "{\"id\":\"a\",\"choices\":[{\"delta\":{\"content\":\"",
+            "\"},\"finish_reason\":null}]}",
+        ),
+        (
+            "{\"id\":\"a\",\"choices\":[{\"text\":\"",
+            "\",\"finish_reason\":null}]}",
+        ),
+        (
+            "{\"choices\":[{\"delta\":{\"content\":\"",
+            "\"}}],\"usage\":{\"prompt_tokens\":9}}",
+        ),
+        (
+            "{\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\",\"text\":\"",
+            "\"}}",
+        ),
         ("{\"type\":\"message\",\"content\":\"", "\"}"),
         ("{\"type\":\"message_stop\",\"content\":\"", "\"}"),
         ("{\"x\\\"content\":\"", "\"}"),
         ("{\"a\":\"\\\"content\\\":\\\"", "\",\"text\":\"x\"}"),
         ("[DONE]", ""),
     ];
-    let event =
-        |((before, after), said): ((&str, &str), Vec<u8>)| [before.as_bytes(), &said, after.as_bytes()].concat();
+    let event = |((before, after), said): ((&str, &str), Vec<u8>)| {
+        [before.as_bytes(), &said, after.as_bytes()].concat()
+    };
     (proptest::sample::select(around.to_vec()), said()).prop_map(event)
 }
 
@@ -394,24 +508,55 @@ proptest! {
 #[test]
 fn output_tokens_are_counted_from_events() {
     let cases: [(&str, u64); 8] = [
-        (r#"{"choices":[{"delta":{"content":"a b c"},"token_ids":[1,2,3]}]}"#, 3),
-        (r#"{"choices":[{"text":"a b","logprobs":{"tokens":["a"," b"],"token_logprobs":[-1,-1]}}]}"#, 2),
-        (r#"{"choices":[{"delta":{"content":"a b"},"logprobs":{"content":[{"token":"a"},{"token":" b"}]}}]}"#, 2),
-        (r#"{"choices":[{"delta":{"content":"a b"},"logprobs":null,"token_ids":null}]}"#, 1),
-        (r#"{"choices":[{"text":"a","token_ids":[1,2]},{"text":"b","token_ids":[3]}]}"#, 3),
-        (r#"{"choices":[{"delta":{"content":"a"}}],"usage":{"prompt_tokens":9,"completion_tokens":5}}"#, 5),
-        (r#"{"text":"a b c","output_ids":[1],"meta_info":{"completion_tokens":3}}"#, 3),
-        (r#"{"type":"response.output_text.delta","delta":"a b","logprobs":[{"token":"a"},{"token":" b"}]}"#, 2),
+        (
+            r#"{"choices":[{"delta":{"content":"a b c"},"token_ids":[1,2,3]}]}"#,
+            3,
+        ),
+        (
+            r#"{"choices":[{"text":"a b","logprobs":{"tokens":["a"," b"],"token_logprobs":[-1,-1]}}]}"#,
+            2,
+        ),
+        (
+            r#"{"choices":[{"delta":{"content":"a b"},"logprobs":{"content":[{"token":"a"},{"token":" b"}]}}]}"#,
+            2,
+        ),
+        (
+            r#"{"choices":[{"delta":{"content":"a b"},"logprobs":null,"token_ids":null}]}"#,
+            1,
+        ),
+        (
+            r#"{"choices":[{"text":"a","token_ids":[1,2]},{"text":"b","token_ids":[3]}]}"#,
+            3,
+        ),
+        (
+            r#"{"choices":[{"delta":{"content":"a"}}],"usage":{"prompt_tokens":9,"completion_tokens":5}}"#,
+            5,
+        ),
+        (
+            r#"{"text":"a b c","output_ids":[1],"meta_info":{"completion_tokens":3}}"#,
+            3,
+        ),
+        (
+            r#"{"type":"response.output_text.delta","delta":"a b","logprobs":[{"token":"a"},{"token":" b"}]}"#,
+            2,
+        ),
     ];
     for (event, expected) in cases {
         let mut scanner = UsageScanner::new(Kind::EventStream);
         scanner.push(format!("data: {event}\n\n").as_bytes());
-        assert_eq!((scanner.output_tokens(), scanner.content_events()), (expected, 1), "{event}");
+        assert_eq!(
+            (scanner.output_tokens(), scanner.content_events()),
+            (expected, 1),
+            "{event}"
+        );
     }
     // Events without such lists count as one token each, also those that are not parsed.
     let mut scanner = UsageScanner::new(Kind::EventStream);
     for text in ["a", "b", "c"] {
-        scanner.push(format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}}}]}}\n\n").as_bytes());
+        scanner.push(
+            format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}}}]}}\n\n")
+                .as_bytes(),
+        );
     }
     assert_eq!((scanner.output_tokens(), scanner.content_events()), (3, 3));
 }

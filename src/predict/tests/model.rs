@@ -36,7 +36,18 @@ pub(super) struct Model {
 impl Model {
     pub(super) fn new(most: u64, leases: bool, ttl: u64) -> Self {
         let (blocks, generated) = (BTreeMap::new(), BTreeMap::new());
-        Self { most, leases, ttl, blocks, generated, growing: 0, uses: 0, evicted: 0, expired: 0, refused: 0 }
+        Self {
+            most,
+            leases,
+            ttl,
+            blocks,
+            generated,
+            growing: 0,
+            uses: 0,
+            evicted: 0,
+            expired: 0,
+            refused: 0,
+        }
     }
 
     fn stamp(&mut self, now: u64) -> (u64, u64) {
@@ -57,7 +68,10 @@ impl Model {
             self.generated.retain(|_, (count, _)| *count > 0);
         }
         for end in 1..=path.len() {
-            let block = self.blocks.entry(path[..end].to_vec()).or_insert(Block { stamp, leases: 0 });
+            let block = self
+                .blocks
+                .entry(path[..end].to_vec())
+                .or_insert(Block { stamp, leases: 0 });
             block.stamp = stamp;
             block.leases += u32::from(self.leases);
         }
@@ -71,14 +85,21 @@ impl Model {
         let leases = u32::from(self.leases);
         let own = |end: &usize| {
             let block = self.blocks[&path[..*end]];
-            block.stamp == stamp && block.leases == leases && !self.generated.contains_key(&path[..*end])
+            block.stamp == stamp
+                && block.leases == leases
+                && !self.generated.contains_key(&path[..*end])
         };
         let reached = self.overlap(path);
         let own: Vec<usize> = (known + 1..=reached).rev().take_while(own).collect();
         let follows = |other: &Path| other.len() > reached && other.starts_with(&path[..reached]);
-        let own = if self.blocks.keys().any(follows) { Vec::new() } else { own };
+        let own = if self.blocks.keys().any(follows) {
+            Vec::new()
+        } else {
+            own
+        };
         self.release_only(path, generated, now);
-        own.iter().for_each(|end| _ = self.blocks.remove(&path[..*end]));
+        own.iter()
+            .for_each(|end| _ = self.blocks.remove(&path[..*end]));
         self.make_room();
     }
 
@@ -128,10 +149,12 @@ impl Model {
     fn make_room(&mut self) {
         while self.blocks() + self.generated() > self.most {
             let free = self.blocks.iter().filter(|(_, block)| block.leases == 0);
-            let blocks = free.map(|(path, block)| (block.stamp, usize::MAX - path.len(), path.clone(), false));
+            let blocks = free
+                .map(|(path, block)| (block.stamp, usize::MAX - path.len(), path.clone(), false));
             let generated = self.generated.iter();
-            let generated =
-                generated.map(|(path, (_, stamp))| (*stamp, usize::MAX - path.len() - 1, path.clone(), true));
+            let generated = generated.map(|(path, (_, stamp))| {
+                (*stamp, usize::MAX - path.len() - 1, path.clone(), true)
+            });
             let least = blocks.chain(generated).min();
             self.evicted += u64::from(least.is_some());
             match least {
@@ -160,7 +183,9 @@ impl Model {
     }
 
     pub(super) fn overlap(&self, path: &[u8]) -> usize {
-        (1..=path.len()).take_while(|&end| self.blocks.contains_key(&path[..end])).count()
+        (1..=path.len())
+            .take_while(|&end| self.blocks.contains_key(&path[..end]))
+            .count()
     }
 
     /// Every block that is held.
@@ -170,7 +195,8 @@ impl Model {
 
     /// Whether every block has all blocks before it: none has left before what follows it.
     pub(super) fn is_whole(&self) -> bool {
-        let before = |path: &Path| path.len() == 1 || self.blocks.contains_key(&path[..path.len() - 1]);
+        let before =
+            |path: &Path| path.len() == 1 || self.blocks.contains_key(&path[..path.len() - 1]);
         let after = |path: &Path| path.is_empty() || self.blocks.contains_key(path);
         self.blocks.keys().all(before) && self.generated.keys().all(after)
     }

@@ -18,25 +18,39 @@ type Told = (String, Option<HeaderValue>, Instant);
 /// An engine that takes its time for each answer.
 async fn engine(takes: Duration) -> (Endpoint, mpsc::UnboundedReceiver<Told>) {
     let (tell, told) = mpsc::unbounded_channel();
-    let answer = async move |State(tell): State<mpsc::UnboundedSender<Told>>, headers: HeaderMap, body: String| {
+    let answer = async move |State(tell): State<mpsc::UnboundedSender<Told>>,
+                             headers: HeaderMap,
+                             body: String| {
         _ = tell.send((body, headers.get(AUTHORIZATION).cloned(), Instant::now()));
         tokio::time::sleep(takes).await;
     };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let worker = Endpoint(listener.local_addr().unwrap());
-    let routes = Router::new().route("/abort_request", post(answer)).with_state(tell);
+    let routes = Router::new()
+        .route("/abort_request", post(answer))
+        .with_state(tell);
     tokio::spawn(async { axum::serve(listener, routes).await });
     (worker, told)
 }
 
 fn aborts(engines: EnginesConfig) -> (Arc<Aborts>, Arc<Metrics>, TaskTracker) {
     let (metrics, under_way) = (Arc::new(Metrics::default()), TaskTracker::new());
-    let engines = EnginesConfig { deadline: Period(LONG), ..engines };
-    (Aborts::tracked(&engines, metrics.clone(), under_way.clone()).unwrap(), metrics, under_way)
+    let engines = EnginesConfig {
+        deadline: Period(LONG),
+        ..engines
+    };
+    (
+        Aborts::tracked(&engines, metrics.clone(), under_way.clone()).unwrap(),
+        metrics,
+        under_way,
+    )
 }
 
 fn counted(metrics: &Metrics, outcome: &'static str) -> u64 {
-    metrics.prefill_aborts.get_or_create(&OutcomeLabel { outcome }).get()
+    metrics
+        .prefill_aborts
+        .get_or_create(&OutcomeLabel { outcome })
+        .get()
 }
 
 fn ours(number: usize) -> Option<Arc<str>> {
@@ -44,7 +58,10 @@ fn ours(number: usize) -> Option<Arc<str>> {
 }
 
 async fn next(told: &mut mpsc::UnboundedReceiver<Told>) -> Told {
-    timeout(LONG, told.recv()).await.expect("it is told").unwrap()
+    timeout(LONG, told.recv())
+        .await
+        .expect("it is told")
+        .unwrap()
 }
 
 #[tokio::test]
@@ -59,9 +76,15 @@ async fn an_engine_is_told_again_because_the_request_may_only_be_coming_and_coun
         let (body, _, at) = next(&mut told).await;
         let body: serde_json::Value = serde_json::from_str(&body).unwrap();
         assert_eq!(body, json!({"rid": "warmroute-1", "abort_all": false}));
-        assert!(at >= began + after && at < began + after + Duration::from_secs(5), "{after:?}: {:?}", at - began);
+        assert!(
+            at >= began + after && at < began + after + Duration::from_secs(5),
+            "{after:?}: {:?}",
+            at - began
+        );
         if said + 1 == WAITED_FOR {
-            timeout(LONG, under_way.wait()).await.expect("the end of the process waits no longer");
+            timeout(LONG, under_way.wait())
+                .await
+                .expect("the end of the process waits no longer");
             over = Some(Instant::now());
         }
     }
@@ -77,7 +100,10 @@ async fn a_name_that_a_client_chose_is_not_told() {
     let (aborts, metrics, _) = aborts(EnginesConfig::default());
     aborts.abort(worker, None, None).await;
     assert!(told.try_recv().is_err());
-    assert_eq!((counted(&metrics, "not_ours"), counted(&metrics, "told")), (1, 0));
+    assert_eq!(
+        (counted(&metrics, "not_ours"), counted(&metrics, "told")),
+        (1, 0)
+    );
 }
 
 #[tokio::test]
@@ -95,9 +121,13 @@ async fn who_does_not_know_the_call_is_told_once() {
 #[tokio::test]
 async fn when_all_clients_leave_at_once_every_request_is_aborted_whatever_else_engines_are_asked() {
     let (worker, mut told) = engine(Duration::from_millis(10)).await;
-    let (aborts, metrics, _) = aborts(EnginesConfig { in_flight: 1, ..EnginesConfig::default() });
-    let telling: Vec<_> =
-        (0..300).map(|number| tokio::spawn(aborts.clone().abort(worker, ours(number), None))).collect();
+    let (aborts, metrics, _) = aborts(EnginesConfig {
+        in_flight: 1,
+        ..EnginesConfig::default()
+    });
+    let telling: Vec<_> = (0..300)
+        .map(|number| tokio::spawn(aborts.clone().abort(worker, ours(number), None)))
+        .collect();
     let mut named = std::collections::BTreeSet::new();
     while named.len() < 300 {
         named.insert(next(&mut told).await.0);
@@ -108,7 +138,10 @@ async fn when_all_clients_leave_at_once_every_request_is_aborted_whatever_else_e
         }
     };
     timeout(LONG, all).await.expect("all are counted");
-    assert_eq!((counted(&metrics, "busy"), counted(&metrics, "overflow")), (0, 0));
+    assert_eq!(
+        (counted(&metrics, "busy"), counted(&metrics, "overflow")),
+        (0, 0)
+    );
     telling.iter().for_each(tokio::task::JoinHandle::abort);
 }
 
@@ -145,10 +178,16 @@ async fn engines_are_told_with_our_token_and_else_with_the_clients_own() {
         (Some(path.clone()), Some(theirs), Some("Bearer ours")),
         (Some(path), None, Some("Bearer ours")),
     ] {
-        let (aborts, ..) = aborts(EnginesConfig { token_file, ..EnginesConfig::default() });
+        let (aborts, ..) = aborts(EnginesConfig {
+            token_file,
+            ..EnginesConfig::default()
+        });
         let telling = tokio::spawn(aborts.abort(worker, ours(1), brought));
         let (_, credentials, _) = next(&mut told).await;
-        assert_eq!(credentials.as_ref().map(|value| value.to_str().unwrap()), expected);
+        assert_eq!(
+            credentials.as_ref().map(|value| value.to_str().unwrap()),
+            expected
+        );
         telling.abort();
     }
 }

@@ -14,14 +14,23 @@ pub(super) struct UnderWay {
 impl UnderWay {
     pub(super) fn begin(metrics: Arc<Metrics>) -> Self {
         metrics.prefills_under_way.inc();
-        Self { metrics, began: Instant::now() }
+        Self {
+            metrics,
+            began: Instant::now(),
+        }
     }
 
     /// It has ended like this.
     pub(super) fn ended(self, outcome: &'static str) {
-        self.metrics.prefill_calls.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .prefill_calls
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
         let took = self.began.elapsed().as_secs_f64();
-        self.metrics.prefill_call_seconds.get_or_create(&OutcomeLabel { outcome }).observe(took);
+        self.metrics
+            .prefill_call_seconds
+            .get_or_create(&OutcomeLabel { outcome })
+            .observe(took);
     }
 }
 

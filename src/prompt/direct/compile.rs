@@ -3,15 +3,24 @@
 
 use minijinja::Value;
 use minijinja::machinery::ast::{
-    self, BinOp, BinOpKind, Call, CallArg, CompareOpKind, Expr, Filter, ForLoop, Set, Slice, Stmt, Test, UnaryOpKind,
+    self, BinOp, BinOpKind, Call, CallArg, CompareOpKind, Expr, Filter, ForLoop, Set, Slice, Stmt,
+    Test, UnaryOpKind,
 };
 use minijinja::value::ValueKind;
 
 use super::plan::{Comparison, For, Kind, Known, Macro, Method, Operation, Plan, Slot, Step, Term};
 
 /// Names that are functions wherever no variable has them.
-const FUNCTIONS: [&str; 8] =
-    ["caller", "debug", "dict", "namespace", "raise_exception", "range", "self", "strftime_now"];
+const FUNCTIONS: [&str; 8] = [
+    "caller",
+    "debug",
+    "dict",
+    "namespace",
+    "raise_exception",
+    "range",
+    "self",
+    "strftime_now",
+];
 
 pub(super) fn is_function(name: &str) -> bool {
     FUNCTIONS.contains(&name)
@@ -24,14 +33,28 @@ pub(super) fn template(tree: &Stmt<'_>) -> Plan {
         Stmt::Template(node) => compiler.steps(&node.children),
         _ => vec![Step::Unknown],
     };
-    let Compiler { names, mut macros, assigned, .. } = compiler;
+    let Compiler {
+        names,
+        mut macros,
+        assigned,
+        ..
+    } = compiler;
     for known in &mut macros {
         // Of what a template has set by then, how much a macro sees is more than is followed here.
-        if known.free.iter().chain(&known.sets).any(|slot| assigned.contains(slot)) {
+        if known
+            .free
+            .iter()
+            .chain(&known.sets)
+            .any(|slot| assigned.contains(slot))
+        {
             known.body = None;
         }
     }
-    Plan { steps, names, macros }
+    Plan {
+        steps,
+        names,
+        macros,
+    }
 }
 
 #[derive(Default)]
@@ -68,7 +91,11 @@ impl Compiler {
             self.names.push(name.into());
             self.names.len() - 1
         }));
-        if let Some(inside) = self.inside.as_mut().filter(|inside| !inside.named.contains(&slot)) {
+        if let Some(inside) = self
+            .inside
+            .as_mut()
+            .filter(|inside| !inside.named.contains(&slot))
+        {
             inside.named.push(slot);
         }
         slot
@@ -82,7 +109,8 @@ impl Compiler {
     }
 
     fn is_macro(&self, name: &str) -> bool {
-        self.opaque.iter().any(|known| **known == *name) || self.macros.iter().any(|known| *known.name == *name)
+        self.opaque.iter().any(|known| **known == *name)
+            || self.macros.iter().any(|known| *known.name == *name)
     }
 
     /// A variable gets a value.
@@ -132,12 +160,31 @@ impl Compiler {
             Some(_) => Some(Term::Unknown),
             None => None,
         };
-        let parameters = slots.iter().enumerate().map(|(at, slot)| (*slot, default(at))).collect();
-        self.inside = Some(Inside { parameters: slots, ..Inside::default() });
+        let parameters = slots
+            .iter()
+            .enumerate()
+            .map(|(at, slot)| (*slot, default(at)))
+            .collect();
+        self.inside = Some(Inside {
+            parameters: slots,
+            ..Inside::default()
+        });
         let body = Some(self.steps(&node.body));
-        let Inside { parameters: slots, sets, free, mut named } = self.inside.take().unwrap_or_default();
+        let Inside {
+            parameters: slots,
+            sets,
+            free,
+            mut named,
+        } = self.inside.take().unwrap_or_default();
         named.retain(|slot| !slots.contains(slot));
-        self.macros.push(Macro { name: node.name.into(), parameters, body, sets, free, named });
+        self.macros.push(Macro {
+            name: node.name.into(),
+            parameters,
+            body,
+            sets,
+            free,
+            named,
+        });
         Step::Nothing
     }
 
@@ -176,11 +223,15 @@ impl Compiler {
     fn chain(&mut self, expr: &Expr<'_>, op: BinOpKind) -> Vec<Term> {
         let mut operands = Vec::new();
         operands_of(expr, op, &mut operands);
-        operands.into_iter().map(|operand| self.term(operand)).collect()
+        operands
+            .into_iter()
+            .map(|operand| self.term(operand))
+            .collect()
     }
 
     fn for_loop(&mut self, node: &ForLoop<'_>) -> Step {
-        let (Expr::Var(target), None, false) = (&node.target, &node.filter_expr, node.recursive) else {
+        let (Expr::Var(target), None, false) = (&node.target, &node.filter_expr, node.recursive)
+        else {
             return Step::Unknown;
         };
         let over = self.term(&node.iter);
@@ -191,7 +242,14 @@ impl Compiler {
         let body = self.steps(&node.body);
         let own = self.open.pop().unwrap_or_default();
         let otherwise = self.steps(&node.else_body);
-        Step::For(Box::new(For { target, counter, over, body, otherwise, own }))
+        Step::For(Box::new(For {
+            target,
+            counter,
+            over,
+            body,
+            otherwise,
+            own,
+        }))
     }
 
     fn set(&mut self, node: &Set<'_>) -> Step {
@@ -243,9 +301,11 @@ impl Compiler {
                 _ => Term::Unknown,
             },
             Expr::IfExpr(node) => match &node.false_expr {
-                Some(otherwise) => {
-                    Term::If(Box::new((self.term(&node.test_expr), self.term(&node.true_expr), self.term(otherwise))))
-                }
+                Some(otherwise) => Term::If(Box::new((
+                    self.term(&node.test_expr),
+                    self.term(&node.true_expr),
+                    self.term(otherwise),
+                ))),
                 None => Term::Unknown,
             },
             Expr::Filter(node) => self.filter(node),
@@ -287,12 +347,18 @@ impl Compiler {
             BinOpKind::Add => Term::Arithmetic(Operation::Add, pair),
             BinOpKind::Sub => Term::Arithmetic(Operation::Sub, pair),
             BinOpKind::Rem => Term::Arithmetic(Operation::Rem, pair),
-            BinOpKind::Concat | BinOpKind::Mul | BinOpKind::Div | BinOpKind::FloorDiv | BinOpKind::Pow => Term::Unknown,
+            BinOpKind::Concat
+            | BinOpKind::Mul
+            | BinOpKind::Div
+            | BinOpKind::FloorDiv
+            | BinOpKind::Pow => Term::Unknown,
         }
     }
 
     fn filter(&mut self, node: &Filter<'_>) -> Term {
-        let Some(over) = &node.expr else { return Term::Unknown };
+        let Some(over) = &node.expr else {
+            return Term::Unknown;
+        };
         let known = match (node.name, node.args.as_slice()) {
             ("trim", []) => Known::Trim,
             ("length" | "count", []) => Known::Length,
@@ -300,7 +366,9 @@ impl Compiler {
             ("last", []) => Known::Last,
             ("string" | "safe", []) => Known::Same,
             ("default" | "d", [CallArg::Pos(otherwise)]) => Known::Default(self.boxed(otherwise)),
-            ("replace", [CallArg::Pos(what), CallArg::Pos(by)]) => Known::Replace(self.pair(what, by)),
+            ("replace", [CallArg::Pos(what), CallArg::Pos(by)]) => {
+                Known::Replace(self.pair(what, by))
+            }
             ("tojson", options) => match options.iter().map(option).collect() {
                 Some(options) => Known::Json(options),
                 None => return Term::Unknown,
@@ -311,7 +379,8 @@ impl Compiler {
     }
 
     fn test(&mut self, node: &Test<'_>) -> Term {
-        if matches!((&node.expr, node.name), (Expr::Var(var), "defined") if var.id == "strftime_now") {
+        if matches!((&node.expr, node.name), (Expr::Var(var), "defined") if var.id == "strftime_now")
+        {
             return Term::Bool(true);
         }
         let over = self.boxed(&node.expr);
@@ -354,7 +423,11 @@ impl Compiler {
                     _ => return Term::Unknown,
                 };
                 let over = self.boxed(&method.expr);
-                Term::Method(over, known, node.args.iter().map(|arg| self.argument(arg)).collect())
+                Term::Method(
+                    over,
+                    known,
+                    node.args.iter().map(|arg| self.argument(arg)).collect(),
+                )
             }
             Expr::Var(function) => match (function.id, node.args.as_slice()) {
                 ("strftime_now", [CallArg::Pos(format)]) => Term::Now(self.boxed(format)),
@@ -363,7 +436,11 @@ impl Compiler {
                         CallArg::Kwarg(name, value) => Some(((*name).into(), self.term(value))),
                         _ => None,
                     };
-                    fields.iter().map(field).collect::<Option<_>>().map_or(Term::Unknown, Term::Space)
+                    fields
+                        .iter()
+                        .map(field)
+                        .collect::<Option<_>>()
+                        .map_or(Term::Unknown, Term::Space)
                 }
                 (name, args) => self.call_of_macro(name, args).unwrap_or(Term::Unknown),
             },
@@ -384,7 +461,10 @@ impl Compiler {
                 CallArg::Kwarg(name, value) => (self.slot(name), value),
                 CallArg::PosSplat(_) | CallArg::KwargSplat(_) => return None,
             };
-            let known = self.macros[called].parameters.iter().any(|(parameter, _)| *parameter == slot);
+            let known = self.macros[called]
+                .parameters
+                .iter()
+                .any(|(parameter, _)| *parameter == slot);
             if !known || given.iter().any(|(taken, _)| *taken == slot) {
                 return None;
             }
@@ -429,7 +509,11 @@ fn constant(value: &Value) -> Term {
     if let Some(text) = value.as_str() {
         return Term::Text(text.into());
     }
-    match (value.is_none(), bool::try_from(value.clone()), value.as_i64().filter(|_| value.is_integer())) {
+    match (
+        value.is_none(),
+        bool::try_from(value.clone()),
+        value.as_i64().filter(|_| value.is_integer()),
+    ) {
         (true, ..) => Term::None,
         (_, Ok(flag), _) if value.kind() == ValueKind::Bool => Term::Bool(flag),
         (.., Some(number)) if value.kind() == ValueKind::Number => Term::Int(number),

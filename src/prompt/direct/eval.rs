@@ -39,9 +39,25 @@ pub(super) struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(turns: &'a [Turn<'a>], slots: Vec<Val<'a>>, macros: &'a [Macro], clock: &'a Clock) -> Self {
-        let given = if macros.is_empty() { Vec::new() } else { slots.clone() };
-        Self { turns, slots, given, macros, clock, iterations: 0 }
+    pub(super) fn new(
+        turns: &'a [Turn<'a>],
+        slots: Vec<Val<'a>>,
+        macros: &'a [Macro],
+        clock: &'a Clock,
+    ) -> Self {
+        let given = if macros.is_empty() {
+            Vec::new()
+        } else {
+            slots.clone()
+        };
+        Self {
+            turns,
+            slots,
+            given,
+            macros,
+            clock,
+            iterations: 0,
+        }
     }
 
     pub(super) fn steps(&mut self, steps: &'a [Step], out: &mut String) -> Result<Flow, GivenUp> {
@@ -74,7 +90,11 @@ impl<'a> Run<'a> {
                     }
                     Flow::On
                 }
-                Step::If { test, then, otherwise } => {
+                Step::If {
+                    test,
+                    then,
+                    otherwise,
+                } => {
                     let chosen = if self.is_true(test)? { then } else { otherwise };
                     self.steps(chosen, out)?
                 }
@@ -108,7 +128,11 @@ impl<'a> Run<'a> {
             _ if over.text().is_some() => return Err(GivenUp),
             _ => u32::try_from(over.len()?).map_err(|_| GivenUp)?,
         };
-        let before: Vec<Val<'a>> = node.own.iter().map(|slot| self.slots[slot.at()].clone()).collect();
+        let before: Vec<Val<'a>> = node
+            .own
+            .iter()
+            .map(|slot| self.slots[slot.at()].clone())
+            .collect();
         for index in 0..length {
             self.count()?;
             for (slot, value) in node.own.iter().zip(&before) {
@@ -117,7 +141,11 @@ impl<'a> Run<'a> {
                     self.slots[slot.at()] = value.clone();
                 }
             }
-            self.slots[node.counter.at()] = Val::Counter(Counter { index, length, over: over.messages() });
+            self.slots[node.counter.at()] = Val::Counter(Counter {
+                index,
+                length,
+                over: over.messages(),
+            });
             self.slots[node.target.at()] = self.item(&over, i64::from(index))?;
             if self.steps(&node.body, out)? == Flow::Break {
                 // Whether the `else` of a loop counts that as an iteration, engines for templates disagree on.
@@ -130,16 +158,29 @@ impl<'a> Run<'a> {
         for (slot, value) in node.own.iter().zip(before) {
             self.slots[slot.at()] = value;
         }
-        if length == 0 { self.steps(&node.otherwise, out) } else { Ok(Flow::On) }
+        if length == 0 {
+            self.steps(&node.otherwise, out)
+        } else {
+            Ok(Flow::On)
+        }
     }
 
-    fn call_macro(&mut self, called: &'a Macro, given: &'a [(Slot, Term)]) -> Result<Val<'a>, GivenUp> {
+    fn call_macro(
+        &mut self,
+        called: &'a Macro,
+        given: &'a [(Slot, Term)],
+    ) -> Result<Val<'a>, GivenUp> {
         let body = called.body.as_ref().ok_or(GivenUp)?;
         self.count()?;
         let mut values = Vec::with_capacity(called.parameters.len());
         for (slot, default) in &called.parameters {
-            let given = given.iter().find(|(known, _)| known == slot).map(|(_, term)| term);
-            let value = given.or(default.as_ref()).map_or(Ok(Val::Undefined), |term| self.term(term))?;
+            let given = given
+                .iter()
+                .find(|(known, _)| known == slot)
+                .map(|(_, term)| term);
+            let value = given
+                .or(default.as_ref())
+                .map_or(Ok(Val::Undefined), |term| self.term(term))?;
             if given.is_some() && matches!(value, Val::Undefined) {
                 // Whether it is the default then, engines for templates disagree on.
                 return Err(GivenUp);
@@ -147,7 +188,12 @@ impl<'a> Run<'a> {
             values.push((*slot, value));
         }
         // Slots are one for each name, and a macro sees none of the variables of the place where it is called.
-        values.extend(called.named.iter().map(|slot| (*slot, self.given[slot.at()].clone())));
+        values.extend(
+            called
+                .named
+                .iter()
+                .map(|slot| (*slot, self.given[slot.at()].clone())),
+        );
         for (slot, value) in &mut values {
             std::mem::swap(&mut self.slots[slot.at()], value);
         }
@@ -162,11 +208,17 @@ impl<'a> Run<'a> {
     /// Counts an iteration.
     fn count(&mut self) -> Result<(), GivenUp> {
         self.iterations += 1;
-        if self.iterations > MOST_ITERATIONS { Err(GivenUp) } else { Ok(()) }
+        if self.iterations > MOST_ITERATIONS {
+            Err(GivenUp)
+        } else {
+            Ok(())
+        }
     }
 
     fn set_field(&mut self, space: Slot, name: &'a str, value: Val<'a>) -> Result<(), GivenUp> {
-        let Val::Space(space) = &self.slots[space.at()] else { return Err(GivenUp) };
+        let Val::Space(space) = &self.slots[space.at()] else {
+            return Err(GivenUp);
+        };
         let mut fields = space.borrow_mut();
         match fields.iter_mut().find(|(known, _)| *known == name) {
             Some((_, known)) => *known = value,
@@ -188,11 +240,15 @@ impl<'a> Run<'a> {
             }
             Term::Item(of, at) => {
                 let (of, at) = (self.term(of)?, self.term(at)?);
-                let Val::Int(at) = at else { return Err(GivenUp) };
+                let Val::Int(at) = at else {
+                    return Err(GivenUp);
+                };
                 self.item(&of, at)?
             }
             Term::Slice(of, start, stop) => {
-                let Val::Messages(messages) = self.term(of)? else { return Err(GivenUp) };
+                let Val::Messages(messages) = self.term(of)? else {
+                    return Err(GivenUp);
+                };
                 let (start, stop) = (self.end(start.as_deref())?, self.end(stop.as_deref())?);
                 Val::Messages(messages.cut(start, stop)?)
             }
@@ -211,13 +267,23 @@ impl<'a> Run<'a> {
             Term::Is(over, kind) => Val::Bool(is(&self.term(over)?, *kind)?),
             Term::Method(over, method, args) => {
                 let over = self.term(over)?;
-                let args: Vec<Val<'a>> = args.iter().map(|arg| self.term(arg)).collect::<Result<_, _>>()?;
+                let args: Vec<Val<'a>> = args
+                    .iter()
+                    .map(|arg| self.term(arg))
+                    .collect::<Result<_, _>>()?;
                 self.call(&over, *method, &args)?
             }
-            Term::List(items) => Val::List(items.iter().map(|item| self.term(item)).collect::<Result<_, _>>()?),
+            Term::List(items) => Val::List(
+                items
+                    .iter()
+                    .map(|item| self.term(item))
+                    .collect::<Result<_, _>>()?,
+            ),
             Term::Space(fields) => {
                 let field = |(name, value): &'a (Box<str>, Term)| Ok((&**name, self.term(value)?));
-                Val::Space(Rc::new(RefCell::new(fields.iter().map(field).collect::<Result<_, _>>()?)))
+                Val::Space(Rc::new(RefCell::new(
+                    fields.iter().map(field).collect::<Result<_, _>>()?,
+                )))
             }
             Term::Now(format) => {
                 let format = self.term(format)?;
@@ -240,7 +306,11 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn compared(&mut self, comparison: Comparison, pair: &'a (Term, Term)) -> Result<bool, GivenUp> {
+    fn compared(
+        &mut self,
+        comparison: Comparison,
+        pair: &'a (Term, Term),
+    ) -> Result<bool, GivenUp> {
         if let (Some(left), Some(right)) = (self.plain(&pair.0), self.plain(&pair.1)) {
             match comparison {
                 Comparison::Eq => return Ok(left == right),
@@ -262,7 +332,9 @@ impl<'a> Run<'a> {
             },
             Term::Field(of, key) => {
                 let Term::Var(slot) = **of else { return None };
-                let Val::Message(number) = self.slots[slot.at()] else { return None };
+                let Val::Message(number) = self.slots[slot.at()] else {
+                    return None;
+                };
                 match of_message(&self.turns[number], key) {
                     Val::Text(text) => Some(text),
                     _ => None,
@@ -278,11 +350,19 @@ impl<'a> Run<'a> {
             Term::Not(_) => Val::Bool(self.is_true(term)?),
             Term::And(pair) => {
                 let left = self.term(&pair.0)?;
-                if left.is_true()? { self.term(&pair.1)? } else { left }
+                if left.is_true()? {
+                    self.term(&pair.1)?
+                } else {
+                    left
+                }
             }
             Term::Or(pair) => {
                 let left = self.term(&pair.0)?;
-                if left.is_true()? { left } else { self.term(&pair.1)? }
+                if left.is_true()? {
+                    left
+                } else {
+                    self.term(&pair.1)?
+                }
             }
             Term::Compare(comparison, pair) => Val::Bool(self.compared(*comparison, pair)?),
             Term::Arithmetic(operation, pair) => {
@@ -327,9 +407,14 @@ impl<'a> Run<'a> {
             },
             Val::Space(fields) => {
                 let fields = fields.borrow();
-                fields.iter().find(|(known, _)| *known == key).map_or(Val::Undefined, |(_, value)| value.clone())
+                fields
+                    .iter()
+                    .find(|(known, _)| *known == key)
+                    .map_or(Val::Undefined, |(_, value)| value.clone())
             }
-            Val::Other(value) if value.kind() == ValueKind::Map => Val::of(value.get_attr(key).map_err(|_| GivenUp)?),
+            Val::Other(value) if value.kind() == ValueKind::Map => {
+                Val::of(value.get_attr(key).map_err(|_| GivenUp)?)
+            }
             _ => return Err(GivenUp),
         })
     }
@@ -337,8 +422,12 @@ impl<'a> Run<'a> {
     fn item(&self, of: &Val<'a>, at: i64) -> Result<Val<'a>, GivenUp> {
         Ok(match of {
             Val::Messages(messages) => messages.at(at).map_or(Val::Undefined, Val::Message),
-            Val::Parts(parts) => position(at, parts.len()).map_or(Val::Undefined, |at| Val::Part(&parts[at])),
-            Val::List(items) => position(at, items.len()).map_or(Val::Undefined, |at| items[at].clone()),
+            Val::Parts(parts) => {
+                position(at, parts.len()).map_or(Val::Undefined, |at| Val::Part(&parts[at]))
+            }
+            Val::List(items) => {
+                position(at, items.len()).map_or(Val::Undefined, |at| items[at].clone())
+            }
             Val::Other(value) if value.kind() == ValueKind::Seq => {
                 Val::of(value.get_item(&Value::from(at)).map_err(|_| GivenUp)?)
             }
@@ -346,7 +435,12 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn compare(&self, comparison: Comparison, left: &Val<'a>, right: &Val<'a>) -> Result<bool, GivenUp> {
+    fn compare(
+        &self,
+        comparison: Comparison,
+        left: &Val<'a>,
+        right: &Val<'a>,
+    ) -> Result<bool, GivenUp> {
         let ordered = || match (left, right) {
             (Val::Int(left), Val::Int(right)) => Ok(left.cmp(right)),
             _ => Err(GivenUp),
@@ -371,10 +465,15 @@ impl<'a> Run<'a> {
         match whole {
             Val::List(items) => {
                 // All of them, so that a doubt about a later one does not depend on an earlier.
-                let equal = items.iter().map(|known| known.equals(item)).collect::<Result<Vec<_>, _>>()?;
+                let equal = items
+                    .iter()
+                    .map(|known| known.equals(item))
+                    .collect::<Result<Vec<_>, _>>()?;
                 Ok(equal.contains(&true))
             }
-            Val::Message(_) | Val::Part(_) => Ok(!matches!(self.field(whole, key()?)?, Val::Undefined)),
+            Val::Message(_) | Val::Part(_) => {
+                Ok(!matches!(self.field(whole, key()?)?, Val::Undefined))
+            }
             Val::Other(value) if value.kind() == ValueKind::Map => {
                 let found = value.get_item(&Value::from(key()?)).map_err(|_| GivenUp)?;
                 Ok(!found.is_undefined())
@@ -397,15 +496,21 @@ impl<'a> Run<'a> {
             },
             Known::Replace(pair) => {
                 let (what, by) = (self.term(&pair.0)?, self.term(&pair.1)?);
-                let (Some(text), Some(what), Some(by)) = (over.text(), what.text(), by.text()) else {
+                let (Some(text), Some(what), Some(by)) = (over.text(), what.text(), by.text())
+                else {
                     return Err(GivenUp);
                 };
                 Ok(Val::owned(text.replace(what, by)))
             }
             Known::Json(options) => {
                 let value = value_of(&over)?;
-                let options: Kwargs = options.iter().map(|(name, value)| (&**name, value.clone())).collect();
-                python::tojson(&value, None, &options).map(Val::owned).map_err(|_| GivenUp)
+                let options: Kwargs = options
+                    .iter()
+                    .map(|(name, value)| (&**name, value.clone()))
+                    .collect();
+                python::tojson(&value, None, &options)
+                    .map(Val::owned)
+                    .map_err(|_| GivenUp)
             }
         }
     }
@@ -416,8 +521,11 @@ impl<'a> Run<'a> {
         let whole = || over.text().ok_or(GivenUp);
         Ok(match method {
             Method::Strip | Method::LStrip | Method::RStrip => {
-                let (chars, start, end) =
-                    (chars()?, !matches!(method, Method::RStrip), !matches!(method, Method::LStrip));
+                let (chars, start, end) = (
+                    chars()?,
+                    !matches!(method, Method::RStrip),
+                    !matches!(method, Method::LStrip),
+                );
                 mapped(over, |text| methods::strip_with(text, chars, start, end))?
             }
             Method::StartsWith => Val::Bool(whole()?.starts_with(text(0)?)),
@@ -430,13 +538,15 @@ impl<'a> Run<'a> {
                     _ => Val::List(whole()?.split(at).map(Val::owned).collect()),
                 }
             }
-            Method::Get if matches!(over, Val::Message(_) | Val::Part(_)) => match self.field(over, text(0)?)? {
-                Val::Undefined => match args.get(1) {
-                    Some(Val::Undefined) => return Err(GivenUp),
-                    otherwise => otherwise.cloned().unwrap_or(Val::None),
-                },
-                found => found,
-            },
+            Method::Get if matches!(over, Val::Message(_) | Val::Part(_)) => {
+                match self.field(over, text(0)?)? {
+                    Val::Undefined => match args.get(1) {
+                        Some(Val::Undefined) => return Err(GivenUp),
+                        otherwise => otherwise.cloned().unwrap_or(Val::None),
+                    },
+                    found => found,
+                }
+            }
             Method::Get => return Err(GivenUp),
         })
     }

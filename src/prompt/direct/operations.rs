@@ -10,7 +10,9 @@ use crate::prompt::python::{self, DOUBT};
 
 /// Writes a value as `{{ }}` does.
 pub(super) fn print(value: &Val<'_>, out: &mut String) -> Result<(), GivenUp> {
-    let Val::Other(other) = value else { return join(value, out) };
+    let Val::Other(other) = value else {
+        return join(value, out);
+    };
     let text = python::text(other);
     if text.contains(DOUBT) {
         return Err(GivenUp);
@@ -31,18 +33,30 @@ pub(super) fn join(value: &Val<'_>, out: &mut String) -> Result<(), GivenUp> {
 }
 
 /// A part of a text, borrowed where the text is.
-pub(super) fn mapped<'a>(value: &Val<'a>, part: impl for<'t> Fn(&'t str) -> &'t str) -> Result<Val<'a>, GivenUp> {
+pub(super) fn mapped<'a>(
+    value: &Val<'a>,
+    part: impl for<'t> Fn(&'t str) -> &'t str,
+) -> Result<Val<'a>, GivenUp> {
     match value {
         Val::Text(text) => Ok(Val::Text(part(text))),
-        _ => value.text().map(|text| Val::owned(part(text))).ok_or(GivenUp),
+        _ => value
+            .text()
+            .map(|text| Val::owned(part(text)))
+            .ok_or(GivenUp),
     }
 }
 
-pub(super) fn arithmetic<'a>(operation: Operation, left: &Val<'a>, right: &Val<'a>) -> Result<Val<'a>, GivenUp> {
+pub(super) fn arithmetic<'a>(
+    operation: Operation,
+    left: &Val<'a>,
+    right: &Val<'a>,
+) -> Result<Val<'a>, GivenUp> {
     if let (Operation::Add, Some(left), Some(right)) = (operation, left.text(), right.text()) {
         return Ok(Val::owned([left, right].concat()));
     }
-    let (Val::Int(left), Val::Int(right)) = (left, right) else { return Err(GivenUp) };
+    let (Val::Int(left), Val::Int(right)) = (left, right) else {
+        return Err(GivenUp);
+    };
     let result = match operation {
         Operation::Add => left.checked_add(*right),
         Operation::Sub => left.checked_sub(*right),
@@ -66,7 +80,9 @@ pub(super) fn is(value: &Val<'_>, kind: Kind) -> Result<bool, GivenUp> {
             _ => false,
         },
         Kind::Iterable => match value {
-            Val::Messages(_) | Val::Message(_) | Val::Parts(_) | Val::Part(_) | Val::List(_) => true,
+            Val::Messages(_) | Val::Message(_) | Val::Parts(_) | Val::Part(_) | Val::List(_) => {
+                true
+            }
             Val::None | Val::Int(_) | Val::Bool(_) => false,
             _ if value.text().is_some() => true,
             _ => return Err(GivenUp),

@@ -21,7 +21,10 @@ fn of_model(path: &str) -> Vec<(String, String)> {
         Value::String(source) => vec![("default".into(), source.clone())],
         Value::Array(named) => {
             let text = |entry: &Value, key: &str| entry[key].as_str().unwrap().to_owned();
-            named.iter().map(|entry| (text(entry, "name"), text(entry, "template"))).collect()
+            named
+                .iter()
+                .map(|entry| (text(entry, "name"), text(entry, "template")))
+                .collect()
         }
         _ => Vec::new(),
     }
@@ -120,27 +123,48 @@ const ODDS: &[&str] = &[
 const NEVER: [&str; 1] = [ODDS[16]];
 
 fn compiled(named: Vec<(String, String)>) -> Option<Templates> {
-    let sources = Sources { named, path: "template".into() };
-    let special = vec![("bos_token", "<s>".to_owned()), ("eos_token", "</s>".to_owned())];
+    let sources = Sources {
+        named,
+        path: "template".into(),
+    };
+    let special = vec![
+        ("bos_token", "<s>".to_owned()),
+        ("eos_token", "</s>".to_owned()),
+    ];
     let now = || jiff::Timestamp::UNIX_EPOCH.to_zoned(jiff::tz::TimeZone::UTC);
     Templates::compile(sources, special, now).ok()
 }
 
 /// With the source of the first of them.
 fn all() -> Vec<(String, Templates)> {
-    let golden =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/templates.json")).unwrap();
+    let golden = fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/templates.json"),
+    )
+    .unwrap();
     let golden: Vec<Value> = serde_json::from_str(&golden).unwrap();
-    let golden = golden.iter().filter_map(|case| Some(case["template"].as_str()?.to_owned()));
+    let golden = golden
+        .iter()
+        .filter_map(|case| Some(case["template"].as_str()?.to_owned()));
     let single = |source: String| vec![("default".to_owned(), source)];
-    let own = ODDS.iter().chain([&THINKING]).map(|source| (*source).to_owned());
-    let models = MODELS.iter().map(|path| of_model(path)).filter(|named| !named.is_empty());
+    let own = ODDS
+        .iter()
+        .chain([&THINKING])
+        .map(|source| (*source).to_owned());
+    let models = MODELS
+        .iter()
+        .map(|path| of_model(path))
+        .filter(|named| !named.is_empty());
     let named = models.chain(golden.chain(own).map(single));
-    named.filter_map(|named| Some((named.first()?.1.clone(), compiled(named)?))).collect()
+    named
+        .filter_map(|named| Some((named.first()?.1.clone(), compiled(named)?)))
+        .collect()
 }
 
 fn chat(body: &Value) -> Option<Chat> {
-    match openai::parse(Api::ChatCompletions, body.to_string().as_bytes()).ok()?.prompt {
+    match openai::parse(Api::ChatCompletions, body.to_string().as_bytes())
+        .ok()?
+        .prompt
+    {
         Prompt::Chat(chat) => Some(*chat),
         _ => None,
     }
@@ -168,7 +192,10 @@ fn text() -> impl Strategy<Value = Value> {
 }
 
 fn content() -> impl Strategy<Value = Value> {
-    let part = prop_oneof![text(), text().prop_map(|text| json!({"type": "text", "text": text, "more": 1}))];
+    let part = prop_oneof![
+        text(),
+        text().prop_map(|text| json!({"type": "text", "text": text, "more": 1}))
+    ];
     prop_oneof![
         6 => text(),
         1 => Just(Value::Null),
@@ -177,8 +204,18 @@ fn content() -> impl Strategy<Value = Value> {
 }
 
 fn message() -> impl Strategy<Value = Value> {
-    let role =
-        proptest::sample::select(&["user", "user", "assistant", "assistant", "system", "tool", "developer", "x"][..]);
+    let role = proptest::sample::select(
+        &[
+            "user",
+            "user",
+            "assistant",
+            "assistant",
+            "system",
+            "tool",
+            "developer",
+            "x",
+        ][..],
+    );
     (role, content(), any::<[bool; 3]>(), text()).prop_map(|(role, content, [named, calls, thoughts], text)| {
         let mut message = json!({"role": role, "content": content});
         if named && role != "user" {
@@ -218,7 +255,9 @@ fn body() -> impl Strategy<Value = Value> {
 /// Every template with a conversation; notes which were evaluated directly.
 fn compare(templates: &[(String, Templates)], chat: &Chat, directly: &mut [usize]) {
     for ((source, template), directly) in templates.iter().zip(directly) {
-        let Some((direct, rendered)) = template.render_both(chat) else { continue };
+        let Some((direct, rendered)) = template.render_both(chat) else {
+            continue;
+        };
         let Some(direct) = direct else { continue };
         assert_eq!(Ok(direct), rendered, "{source}, {chat:?}");
         *directly += 1;
@@ -232,14 +271,24 @@ fn what_is_evaluated_directly_is_what_minijinja_renders() {
     let directly = RefCell::new(vec![0; templates.len()]);
     let mut runner = TestRunner::new(ProptestConfig::with_cases(300));
     let outcome = runner.run(&body(), |body| {
-        compare(&templates, &chat(&body).unwrap(), &mut directly.borrow_mut());
+        compare(
+            &templates,
+            &chat(&body).unwrap(),
+            &mut directly.borrow_mut(),
+        );
         Ok(())
     });
     outcome.unwrap();
-    let never = templates.iter().zip(directly.take()).filter(|(_, directly)| *directly == 0);
+    let never = templates
+        .iter()
+        .zip(directly.take())
+        .filter(|(_, directly)| *directly == 0);
     let never: Vec<&str> = never.map(|((source, _), _)| source.as_str()).collect();
     // Whether those of others are is their affair.
-    let never: Vec<&str> = never.into_iter().filter(|source| ODDS.contains(source) || *source == THINKING).collect();
+    let never: Vec<&str> = never
+        .into_iter()
+        .filter(|source| ODDS.contains(source) || *source == THINKING)
+        .collect();
     assert_eq!(never, NEVER);
 }
 
@@ -265,7 +314,10 @@ fn usual(tools: bool) -> Chat {
 #[test]
 fn usual_conversations_of_known_models_are_evaluated_directly() {
     // Mistral's regroups the messages with macros and lists of its own.
-    let known = MODELS.iter().filter(|path| !path.contains("mistral")).map(|path| of_model(path));
+    let known = MODELS
+        .iter()
+        .filter(|path| !path.contains("mistral"))
+        .map(|path| of_model(path));
     let thinking = vec![("default".to_owned(), THINKING.to_owned())];
     for (number, named) in known.chain([thinking]).enumerate() {
         let template = compiled(named).unwrap();
@@ -273,7 +325,10 @@ fn usual_conversations_of_known_models_are_evaluated_directly() {
             let (direct, rendered) = template.render_both(&usual(tools)).unwrap();
             // One maps its tools.
             let unknown = rendered.is_err() || (tools && number == 3);
-            assert!(direct.is_some() || unknown, "template {number}, tools: {tools}");
+            assert!(
+                direct.is_some() || unknown,
+                "template {number}, tools: {tools}"
+            );
         }
     }
 }

@@ -65,11 +65,18 @@ impl Messages {
     /// The number of a message, from behind where it is negative.
     pub(super) fn at(self, place: i64) -> Option<usize> {
         let place = position(place, self.len())?;
-        Some(if self.backwards { self.to as usize - 1 - place } else { self.from as usize + place })
+        Some(if self.backwards {
+            self.to as usize - 1 - place
+        } else {
+            self.from as usize + place
+        })
     }
 
     pub(super) fn reversed(self) -> Self {
-        Self { backwards: !self.backwards, ..self }
+        Self {
+            backwards: !self.backwards,
+            ..self
+        }
     }
 
     /// Those from `start` to `stop`, as Python counts.
@@ -78,23 +85,41 @@ impl Messages {
             return Err(GivenUp);
         }
         let length = self.len() as i64;
-        let clamp = |place: i64| if place < 0 { (length + place).max(0) } else { place.min(length) };
+        let clamp = |place: i64| {
+            if place < 0 {
+                (length + place).max(0)
+            } else {
+                place.min(length)
+            }
+        };
         let start = clamp(start.unwrap_or(0));
         let stop = clamp(stop.unwrap_or(length)).max(start);
-        Ok(Self { from: self.from + start as u32, to: self.from + stop as u32, backwards: false })
+        Ok(Self {
+            from: self.from + start as u32,
+            to: self.from + stop as u32,
+            backwards: false,
+        })
     }
 }
 
 /// The place that an index means in a list of a length.
 pub(super) fn position(index: i64, length: usize) -> Option<usize> {
-    let place = if index < 0 { length.checked_sub(index.unsigned_abs() as usize)? } else { index as usize };
+    let place = if index < 0 {
+        length.checked_sub(index.unsigned_abs() as usize)?
+    } else {
+        index as usize
+    };
     (place < length).then_some(place)
 }
 
 impl<'a> Val<'a> {
     /// All messages.
     pub(super) fn all(turns: &[Turn<'_>]) -> Self {
-        Self::Messages(Messages { from: 0, to: turns.len() as u32, backwards: false })
+        Self::Messages(Messages {
+            from: 0,
+            to: turns.len() as u32,
+            backwards: false,
+        })
     }
 
     pub(super) fn owned(text: impl AsRef<str>) -> Self {
@@ -107,7 +132,9 @@ impl<'a> Val<'a> {
             ValueKind::Undefined => Self::Undefined,
             ValueKind::None => Self::None,
             ValueKind::Bool => Self::Bool(value.is_true()),
-            ValueKind::Number if value.is_integer() => value.as_i64().map_or(Self::Other(value), Self::Int),
+            ValueKind::Number if value.is_integer() => {
+                value.as_i64().map_or(Self::Other(value), Self::Int)
+            }
             _ => Self::Other(value),
         }
     }
@@ -157,9 +184,14 @@ impl<'a> Val<'a> {
             (Self::Int(one), Self::Int(other)) => Ok(one == other),
             (Self::Bool(one), Self::Bool(other)) => Ok(one == other),
             (Self::None, Self::None) => Ok(true),
-            (Self::Undefined | Self::None | Self::Int(_) | Self::Bool(_), _) if is_text => Ok(false),
-            (_, Self::Undefined | Self::None | Self::Int(_) | Self::Bool(_)) if is_text => Ok(false),
-            (Self::None, Self::Int(_) | Self::Bool(_)) | (Self::Int(_) | Self::Bool(_), Self::None) => Ok(false),
+            (Self::Undefined | Self::None | Self::Int(_) | Self::Bool(_), _) if is_text => {
+                Ok(false)
+            }
+            (_, Self::Undefined | Self::None | Self::Int(_) | Self::Bool(_)) if is_text => {
+                Ok(false)
+            }
+            (Self::None, Self::Int(_) | Self::Bool(_))
+            | (Self::Int(_) | Self::Bool(_), Self::None) => Ok(false),
             _ => Err(GivenUp),
         }
     }

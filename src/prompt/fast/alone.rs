@@ -25,7 +25,9 @@ pub(super) fn is_so() -> bool {
 #[cfg(target_os = "linux")]
 fn keep_to_one_core() {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-    let Ok(all) = sched_getaffinity(None) else { return };
+    let Ok(all) = sched_getaffinity(None) else {
+        return;
+    };
     if let Some(first) = (0..CpuSet::MAX_CPU).find(|core| all.is_set(*core)) {
         let mut one = CpuSet::new();
         one.set(first);

@@ -39,7 +39,14 @@ impl Checked {
     pub(in crate::prompt) fn new(library: Tokenizer) -> Self {
         let (fast, because) = (OnceLock::new(), OnceLock::new());
         let has_joints = pieces::are_known(&library);
-        Self { library, has_joints, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) }
+        Self {
+            library,
+            has_joints,
+            fast,
+            because,
+            wanted: AtomicBool::new(false),
+            sample: Mutex::new(None),
+        }
     }
 
     /// Has the fast one from now on, where its parts are known and the hard texts have the same tokens; or why not.
@@ -47,7 +54,9 @@ impl Checked {
         if self.fast.get().is_none() && self.because.get().is_none() {
             // On a thread of its own, with which goes what the fast one keeps for each.
             let made = thread::scope(|scope| {
-                scope.spawn(|| Fast::new(&self.library).and_then(|fast| self.agreed(fast))).join()
+                scope
+                    .spawn(|| Fast::new(&self.library).and_then(|fast| self.agreed(fast)))
+                    .join()
             });
             match made.unwrap_or(Err(BROKE_OFF)) {
                 // Another one that came before is as good.
@@ -124,13 +133,16 @@ impl Checked {
         if differs == Some(true) {
             self.refuse("on a request it differed from the library");
         }
-        self.wanted.store(self.because.get().is_none(), Ordering::Relaxed);
+        self.wanted
+            .store(self.because.get().is_none(), Ordering::Relaxed);
         differs
     }
 
     /// Whether the library gives a text other tokens than these.
     fn differ(&self, text: &str, ids: &[u32]) -> Option<bool> {
-        let known = catch_unwind(AssertUnwindSafe(|| self.library.encode_fast(text, false))).ok()?.ok()?;
+        let known = catch_unwind(AssertUnwindSafe(|| self.library.encode_fast(text, false)))
+            .ok()?
+            .ok()?;
         Some(ids != known.get_ids())
     }
 }
@@ -158,7 +170,10 @@ mod tests {
         let text = "é中😀".repeat(COMPARED / 4);
         for around in (0..text.len()).step_by(1009) {
             let piece = piece(&text, around);
-            assert!(piece.len() > COMPARED - 4 && piece.len() <= COMPARED && text.contains(piece), "{around}");
+            assert!(
+                piece.len() > COMPARED - 4 && piece.len() <= COMPARED && text.contains(piece),
+                "{around}"
+            );
         }
         assert_eq!((piece("short", 3), piece("", 0)), ("short", ""));
     }
@@ -167,10 +182,19 @@ mod tests {
     fn what_agrees_is_compared_again_and_again() {
         let checked = Checked::new(qwen());
         checked.ids("The library does this one.").unwrap();
-        assert_eq!((checked.compare(), checked.compare()), (None, None), "there is nothing to compare");
+        assert_eq!(
+            (checked.compare(), checked.compare()),
+            (None, None),
+            "there is nothing to compare"
+        );
         assert_eq!((checked.quicken(), checked.compare()), (Ok(()), None));
         for text in ["A text that was asked for.", "Another one"] {
-            let known = checked.library().encode_fast(text, false).unwrap().get_ids().to_vec();
+            let known = checked
+                .library()
+                .encode_fast(text, false)
+                .unwrap()
+                .get_ids()
+                .to_vec();
             assert_eq!(checked.ids(text).unwrap(), known);
             assert_eq!(checked.compare(), Some(false));
             assert_eq!(checked.compare(), None, "nothing was kept since");
@@ -186,13 +210,30 @@ mod tests {
     #[test]
     fn what_differs_on_a_request_stays_with_the_library() {
         let checked = Checked::new(qwen());
-        assert!(checked.fast.set(Fast::new(&other_merges()).unwrap()).is_ok());
+        assert!(
+            checked
+                .fast
+                .set(Fast::new(&other_merges()).unwrap())
+                .is_ok()
+        );
         let text = "these words have other tokens";
         checked.compare();
-        let known = checked.library().encode_fast(text, false).unwrap().get_ids().to_vec();
-        assert_ne!(checked.ids(text).unwrap(), known, "the difference is found afterwards");
+        let known = checked
+            .library()
+            .encode_fast(text, false)
+            .unwrap()
+            .get_ids()
+            .to_vec();
+        assert_ne!(
+            checked.ids(text).unwrap(),
+            known,
+            "the difference is found afterwards"
+        );
         assert_eq!(checked.compare(), Some(true));
-        assert_eq!(checked.because(), Some("on a request it differed from the library"));
+        assert_eq!(
+            checked.because(),
+            Some("on a request it differed from the library")
+        );
         assert_eq!(checked.ids(text).unwrap(), known);
         assert_eq!(checked.compare(), None);
     }

@@ -32,7 +32,9 @@ struct Linear {
 pub(super) fn is_in(text: &str) -> bool {
     // Such a stretch covers one of these pieces wholly.
     let starts = (0..text.len()).step_by(LONG / 2);
-    starts.into_iter().any(|start| is_of_one_kind(text, start..start + LONG / 2))
+    starts
+        .into_iter()
+        .any(|start| is_of_one_kind(text, start..start + LONG / 2))
 }
 
 fn is_of_one_kind(text: &str, piece: Range<usize>) -> bool {
@@ -79,22 +81,39 @@ pub(super) fn in_order(written: &Value, tokenizer: &tokenizers::Tokenizer) -> bo
     let merges = written.pointer("/model/merges").and_then(Value::as_array);
     let made = |merge: &Value| match merge {
         Value::String(pair) => tokenizer.token_to_id(&pair.replacen(' ', "", 1)),
-        Value::Array(pair) => tokenizer.token_to_id(&pair.iter().filter_map(Value::as_str).collect::<String>()),
+        Value::Array(pair) => {
+            tokenizer.token_to_id(&pair.iter().filter_map(Value::as_str).collect::<String>())
+        }
         _ => None,
     };
-    merges.is_some_and(|merges| merges.iter().map(made).is_sorted_by(|a, b| a.is_some() && a <= b))
+    merges.is_some_and(|merges| {
+        merges
+            .iter()
+            .map(made)
+            .is_sorted_by(|a, b| a.is_some() && a <= b)
+    })
 }
 
 impl Endless {
     /// One for a vocabulary whose numbers are the order of its merges, or for none.
     pub(super) fn new(in_order: bool) -> Self {
-        Self(if in_order { OnceLock::new() } else { OnceLock::from(None) })
+        Self(if in_order {
+            OnceLock::new()
+        } else {
+            OnceLock::from(None)
+        })
     }
 
     /// The tokens of a text with such words; nothing where only others can say.
     pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str) -> Option<Vec<u32>> {
-        let linear =
-            self.0.get_or_init(|| catch_unwind(AssertUnwindSafe(|| Linear::of(tokenizer))).ok().flatten()).as_ref()?;
+        let linear = self
+            .0
+            .get_or_init(|| {
+                catch_unwind(AssertUnwindSafe(|| Linear::of(tokenizer)))
+                    .ok()
+                    .flatten()
+            })
+            .as_ref()?;
         let mut words = tokenizer.build_pre_tokenized(text);
         tokenizer.pre_tokenizer()?.pre_tokenize(&mut words).ok()?;
         let mut ids = Vec::with_capacity(text.len() / 3);
@@ -114,25 +133,40 @@ impl Linear {
     /// The vocabulary of a tokenizer, where it can be one.
     fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let (model, bytes) = (tokenizer.model(), spelling());
-        let spelled =
-            |id: u32| -> Option<Vec<u8>> { model.id_to_token(id)?.chars().map(|char| byte_of(&bytes, char)).collect() };
-        let tokens: Vec<Vec<u8>> = (0..u32::try_from(model.vocab_size()).ok()?).map(spelled).collect::<Option<_>>()?;
+        let spelled = |id: u32| -> Option<Vec<u8>> {
+            model
+                .id_to_token(id)?
+                .chars()
+                .map(|char| byte_of(&bytes, char))
+                .collect()
+        };
+        let tokens: Vec<Vec<u8>> = (0..u32::try_from(model.vocab_size()).ok()?)
+            .map(spelled)
+            .collect::<Option<_>>()?;
         if !tokens.iter().all(|token| (1..LONG).contains(&token.len())) {
             return None;
         }
         let factor = find_hash_factor_for_dictionary(tokens.iter().cloned());
-        let linear = Self { encoding: BytePairEncoding::from_dictionary(tokens, Some(factor)), bytes };
+        let linear = Self {
+            encoding: BytePairEncoding::from_dictionary(tokens, Some(factor)),
+            bytes,
+        };
         linear.agrees(tokenizer).then_some(linear)
     }
 
     fn agrees(&self, tokenizer: &Tokenizer) -> bool {
         let mut written = vec!['\0'; 256];
         (0_u32..).zip(&self.bytes).for_each(|(code, byte)| {
-            byte.iter().for_each(|byte| written[usize::from(*byte)] = char::from_u32(code).unwrap_or_default());
+            byte.iter().for_each(|byte| {
+                written[usize::from(*byte)] = char::from_u32(code).unwrap_or_default()
+            });
         });
         ALIKE.iter().all(|piece| {
             let word = piece.repeat(2 * LONG / piece.len());
-            let word: String = word.bytes().map(|byte| written[usize::from(byte)]).collect();
+            let word: String = word
+                .bytes()
+                .map(|byte| written[usize::from(byte)])
+                .collect();
             let known = tokenizer.model().tokenize(&word).ok();
             known.is_some() && known == self.ids(&word)
         })
@@ -140,7 +174,10 @@ impl Linear {
 
     /// The tokens of a word as vocabularies write it.
     fn ids(&self, word: &str) -> Option<Vec<u32>> {
-        let bytes: Vec<u8> = word.chars().map(|char| byte_of(&self.bytes, char)).collect::<Option<_>>()?;
+        let bytes: Vec<u8> = word
+            .chars()
+            .map(|char| byte_of(&self.bytes, char))
+            .collect::<Option<_>>()?;
         Some(self.encoding.encode_via_backtracking(&bytes))
     }
 }
@@ -150,7 +187,11 @@ impl Linear {
 fn spelling() -> Box<[Option<u8>]> {
     let seen = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let bytes = 0..=u8::MAX;
-    bytes.clone().map(|byte| seen(byte).then_some(byte)).chain(bytes.filter(|byte| !seen(*byte)).map(Some)).collect()
+    bytes
+        .clone()
+        .map(|byte| seen(byte).then_some(byte))
+        .chain(bytes.filter(|byte| !seen(*byte)).map(Some))
+        .collect()
 }
 
 fn byte_of(bytes: &[Option<u8>], char: char) -> Option<u8> {

@@ -150,16 +150,44 @@ const DOCUMENT: usize = 300 << 10;
 /// Some thirty kilobytes of them, with these added tokens in between, and one text so long that it is taken for a document.
 /// None has a word without end.
 pub(super) fn texts(added: &[&str]) -> Vec<String> {
-    let mut texts = vec![PROSE.to_owned(), PIECES.concat(), PIECES.join(" "), PIECES.join("\n"), PIECES.join("a")];
+    let mut texts = vec![
+        PROSE.to_owned(),
+        PIECES.concat(),
+        PIECES.join(" "),
+        PIECES.join("\n"),
+        PIECES.join("a"),
+    ];
     texts.push(PIECES.iter().rev().copied().collect());
     for step in [7, 11, 31] {
-        texts.push((0..PIECES.len()).map(|at| PIECES[at * step % PIECES.len()]).collect());
+        texts.push(
+            (0..PIECES.len())
+                .map(|at| PIECES[at * step % PIECES.len()])
+                .collect(),
+        );
     }
     texts.extend(["a", " ", "ab", "\n", "é"].map(|piece| piece.repeat(200 / piece.len())));
     // A few hundred say all; some tokenizers have thousands that are reserved.
     let between = PIECES.iter().cycle().zip(added.iter().take(300));
-    texts.push(between.map(|(piece, token)| format!("{piece}{token}")).collect());
-    texts.push(added.iter().take(300).map(|token| format!("x {token} {token}y")).collect());
-    texts.push(format!("{} {}{}", PIECES.join(" "), added.first().unwrap_or(&""), PROSE).repeat(DOCUMENT / 1500));
+    texts.push(
+        between
+            .map(|(piece, token)| format!("{piece}{token}"))
+            .collect(),
+    );
+    texts.push(
+        added
+            .iter()
+            .take(300)
+            .map(|token| format!("x {token} {token}y"))
+            .collect(),
+    );
+    texts.push(
+        format!(
+            "{} {}{}",
+            PIECES.join(" "),
+            added.first().unwrap_or(&""),
+            PROSE
+        )
+        .repeat(DOCUMENT / 1500),
+    );
     texts
 }

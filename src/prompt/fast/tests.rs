@@ -65,13 +65,16 @@ pub(in crate::prompt) const PATTERNS: [(&str, &[&str]); 9] = [
 
 fn file(path: &str) -> Value {
     let mut text = String::new();
-    GzDecoder::new(std::fs::File::open(path).unwrap()).read_to_string(&mut text).unwrap();
+    GzDecoder::new(std::fs::File::open(path).unwrap())
+        .read_to_string(&mut text)
+        .unwrap();
     serde_json::from_str(&text).unwrap()
 }
 
 /// The vocabulary of Qwen with other parts around it.
 pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
-    static QWEN: LazyLock<Value> = LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
+    static QWEN: LazyLock<Value> =
+        LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
     let mut written = QWEN.clone();
     change(&mut written);
     Tokenizer::from_bytes(serde_json::to_vec(&written).unwrap()).unwrap()
@@ -80,8 +83,12 @@ pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
 pub(in crate::prompt) fn pre_tokenizer(patterns: &[&str]) -> Value {
     let part = |pattern: &&str| match *pattern {
         "digits" => json!({"type": "Digits", "individual_digits": true}),
-        "gpt-2" => json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true}),
-        _ => json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false}),
+        "gpt-2" => {
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true})
+        }
+        _ => {
+            json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
+        }
     };
     let mut parts: Vec<Value> = patterns.iter().map(part).collect();
     if patterns.last() == Some(&"gpt-2") {
@@ -155,8 +162,13 @@ fn assert_same(text: &str) {
 
 #[test]
 fn what_the_fast_library_cannot_do_stays_with_the_other() {
-    let part = |path: &str, value: Value| with_parts(|written| *written.pointer_mut(path).unwrap() = value.clone());
-    for (path, value) in [("/model/dropout", json!(0.5)), ("/model/end_of_word_suffix", json!("</w>"))] {
+    let part = |path: &str, value: Value| {
+        with_parts(|written| *written.pointer_mut(path).unwrap() = value.clone())
+    };
+    for (path, value) in [
+        ("/model/dropout", json!(0.5)),
+        ("/model/end_of_word_suffix", json!("</w>")),
+    ] {
         assert!(Fast::new(&part(path, value)).is_err(), "{path}");
     }
 }
@@ -167,7 +179,10 @@ fn a_normalizer_that_changes_letters_is_done_as_the_library_does_it() {
     let checked = Checked::new(lower.clone());
     assert_eq!(checked.quicken(), Ok(()));
     for text in ["Some Words", "THE END", "x"] {
-        assert_eq!(checked.ids(text).unwrap(), lower.encode_fast(text, false).unwrap().get_ids());
+        assert_eq!(
+            checked.ids(text).unwrap(),
+            lower.encode_fast(text, false).unwrap().get_ids()
+        );
     }
 }
 
@@ -222,7 +237,13 @@ fn words_without_end_have_the_tokens_that_the_library_gives_them() {
         })
         .collect();
     let (tokenizer, fast) = &all()[0].1;
-    for text in ["a".repeat(3000), " ".repeat(3000), "=".repeat(2000), "é中".repeat(900), random] {
+    for text in [
+        "a".repeat(3000),
+        " ".repeat(3000),
+        "=".repeat(2000),
+        "é中".repeat(900),
+        random,
+    ] {
         let text = format!("before it {text} and <|im_end|>after\n{text}");
         let known = tokenizer.encode_fast(text.as_str(), false).unwrap();
         assert_eq!(fast.ids(&text).as_deref(), Some(known.get_ids()));

@@ -69,7 +69,10 @@ pub enum Rule {
 impl MediaConfig {
     /// Makes the file names independent of the working directory.
     pub fn resolve(&mut self, folder: &Path) {
-        for rule in [&mut self.image, &mut self.audio, &mut self.video].into_iter().flatten() {
+        for rule in [&mut self.image, &mut self.audio, &mut self.video]
+            .into_iter()
+            .flatten()
+        {
             if let Some(file) = &mut rule.preprocessor {
                 *file = folder.join(&*file);
             }
@@ -78,19 +81,35 @@ impl MediaConfig {
 
     /// The files it names.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        let rules = [&self.image, &self.audio, &self.video].into_iter().flatten();
+        let rules = [&self.image, &self.audio, &self.video]
+            .into_iter()
+            .flatten();
         rules.filter_map(|rule| rule.preprocessor.as_deref())
     }
 
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
-        let rules = [("image", &self.image), ("audio", &self.audio), ("video", &self.video)];
+        let rules = [
+            ("image", &self.image),
+            ("audio", &self.audio),
+            ("video", &self.video),
+        ];
         let mut problems: Vec<Problem> = Vec::new();
-        for (name, rule) in rules.into_iter().filter_map(|(name, rule)| Some((name, rule.as_ref()?))) {
-            problems.extend(rule.problems(name == "image").into_iter().map(|problem| problem.within(name)));
+        for (name, rule) in rules
+            .into_iter()
+            .filter_map(|(name, rule)| Some((name, rule.as_ref()?)))
+        {
+            problems.extend(
+                rule.problems(name == "image")
+                    .into_iter()
+                    .map(|problem| problem.within(name)),
+            );
         }
         if self.model.as_deref() == Some("") {
-            problems.push(Problem::of("model", "is empty; write what the engines were started with, or leave it out"));
+            problems.push(Problem::of(
+                "model",
+                "is empty; write what the engines were started with, or leave it out",
+            ));
         }
         problems
     }
@@ -100,7 +119,10 @@ impl ItemRule {
     fn problems(&self, of_images: bool) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.token.is_empty() {
-            problems.push(Problem::of("token", "is empty; write the token as the tokenizer does, like <|image_pad|>"));
+            problems.push(Problem::of(
+                "token",
+                "is empty; write the token as the tokenizer does, like <|image_pad|>",
+            ));
         }
         let sizes = self.patch_size.is_some() && self.merge_size.is_some();
         let pixels = self.min_pixels.is_some() && self.max_pixels.is_some();
@@ -116,7 +138,10 @@ impl ItemRule {
                 problems.push(Problem::of("rule", text));
             }
             Rule::Fixed if self.tokens.is_none() => {
-                problems.push(Problem::of("rule", "needs `tokens`, the number of tokens of an item"));
+                problems.push(Problem::of(
+                    "rule",
+                    "needs `tokens`, the number of tokens of an item",
+                ));
             }
             _ => {}
         }

@@ -28,7 +28,10 @@ pub(super) fn base64_of(source: &Source) -> Option<&str> {
         Source::Base64(data) => return Some(data),
         Source::Url(url) => url,
     };
-    let rest = url.get(..5).filter(|scheme| scheme.eq_ignore_ascii_case("data:")).map(|_| &url[5..])?;
+    let rest = url
+        .get(..5)
+        .filter(|scheme| scheme.eq_ignore_ascii_case("data:"))
+        .map(|_| &url[5..])?;
     let (head, data) = rest.split_once(',')?;
     let (_, encoding) = head.rsplit_once(';')?;
     (encoding == "base64").then_some(data)

@@ -9,7 +9,11 @@ const MOST_TOKENS: usize = 1 << 21;
 
 /// The tokens that two prompts begin with.
 pub(in crate::prompt) fn common(mut one: Tokens, other: &[u32]) -> Tokens {
-    let same = one.iter().zip(other).take_while(|(one, other)| one == other).count();
+    let same = one
+        .iter()
+        .zip(other)
+        .take_while(|(one, other)| one == other)
+        .count();
     one.truncate(same);
     one
 }
@@ -23,24 +27,41 @@ pub(in crate::prompt) fn expand(
     rules: &Rules,
     all: bool,
 ) -> Result<Illustrated, EncodeError> {
-    let total = tokens.len() + items.iter().map(|(_, item)| item.tokens.saturating_sub(1)).sum::<usize>();
+    let total = tokens.len()
+        + items
+            .iter()
+            .map(|(_, item)| item.tokens.saturating_sub(1))
+            .sum::<usize>();
     if total > MOST_TOKENS {
         return Err(EncodeError::uncertain("more tokens than any context has"));
     }
     let mut queues = [Modality::Image, Modality::Audio, Modality::Video].map(|modality| {
-        let of = items.iter().filter(|(of, _)| *of == modality).map(|(_, item)| item.clone());
-        (modality, rules.of(modality).map(|placed| placed.token), of.collect::<Vec<_>>().into_iter())
+        let of = items
+            .iter()
+            .filter(|(of, _)| *of == modality)
+            .map(|(_, item)| item.clone());
+        (
+            modality,
+            rules.of(modality).map(|placed| placed.token),
+            of.collect::<Vec<_>>().into_iter(),
+        )
     });
     let mut expanded = Vec::with_capacity(total);
     let mut placed = Vec::with_capacity(items.len());
     let mut whole = all;
     for &token in &*tokens {
-        let found = queues.iter_mut().find(|(_, placeholder, _)| *placeholder == Some(token));
+        let found = queues
+            .iter_mut()
+            .find(|(_, placeholder, _)| *placeholder == Some(token));
         match found.map(|(modality, _, queue)| (*modality, queue.next())) {
             Some((modality, Some(item))) => {
                 let range = expanded.len()..expanded.len() + item.tokens;
                 expanded.resize(range.end, token);
-                placed.push(Item { modality, id: item.id, range });
+                placed.push(Item {
+                    modality,
+                    id: item.id,
+                    range,
+                });
             }
             Some((_, None)) if !all => {
                 whole = false;
@@ -51,8 +72,17 @@ pub(in crate::prompt) fn expand(
     }
     let left = queues.iter().any(|(_, _, queue)| queue.len() > 0);
     if left && all {
-        return Err(EncodeError::uncertain("the template shows no placeholder for an item"));
+        return Err(EncodeError::uncertain(
+            "the template shows no placeholder for an item",
+        ));
     }
-    let first = placed.first().map_or(expanded.len(), |item| item.range.start);
-    Ok(Illustrated { at_least: expanded.len(), tokens: tokens.carried_to(expanded, first), items: placed, whole })
+    let first = placed
+        .first()
+        .map_or(expanded.len(), |item| item.range.start);
+    Ok(Illustrated {
+        at_least: expanded.len(),
+        tokens: tokens.carried_to(expanded, first),
+        items: placed,
+        whole,
+    })
 }

@@ -21,8 +21,15 @@ pub(super) fn read(head: &[u8]) -> Option<Picture> {
         imagesize::ImageType::Bmp => bmp(head),
         _ => None,
     };
-    let (width, height) = (u32::try_from(size.width).ok()?, u32::try_from(size.height).ok()?);
-    Some(Picture { width, height, is_rgb })
+    let (width, height) = (
+        u32::try_from(size.width).ok()?,
+        u32::try_from(size.height).ok()?,
+    );
+    Some(Picture {
+        width,
+        height,
+        is_rgb,
+    })
 }
 
 /// The colour type of the first chunk: 2 is RGB. Of deep colours nobody has asked an engine.

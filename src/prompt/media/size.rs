@@ -58,14 +58,27 @@ impl Count {
         match rule.rule {
             Rule::Fixed => {
                 let tokens = rule.tokens.ok_or("the rule `fixed` needs `tokens`")?;
-                usize::try_from(tokens.get()).map(Self::Fixed).map_err(|error| error.to_string())
+                usize::try_from(tokens.get())
+                    .map(Self::Fixed)
+                    .map_err(|error| error.to_string())
             }
             Rule::Qwen2Vl => {
-                let file = rule.preprocessor.as_deref().map(read).transpose()?.unwrap_or_default();
+                let file = rule
+                    .preprocessor
+                    .as_deref()
+                    .map(read)
+                    .transpose()?
+                    .unwrap_or_default();
                 let edges = file.size.unwrap_or_default();
                 let missing = |what: &str| format!("the rule `qwen2_vl` needs `{what}`");
-                let patch = rule.patch_size.or(file.patch_size).ok_or_else(|| missing("patch_size"))?;
-                let merge = rule.merge_size.or(file.merge_size).ok_or_else(|| missing("merge_size"))?;
+                let patch = rule
+                    .patch_size
+                    .or(file.patch_size)
+                    .ok_or_else(|| missing("patch_size"))?;
+                let merge = rule
+                    .merge_size
+                    .or(file.merge_size)
+                    .ok_or_else(|| missing("merge_size"))?;
                 let min = rule.min_pixels.or(file.min_pixels).or(edges.shortest_edge);
                 let max = rule.max_pixels.or(file.max_pixels).or(edges.longest_edge);
                 Ok(Self::Patches(Patches {
@@ -86,7 +99,9 @@ impl Count {
     pub(super) fn tokens(self, picture: Option<Picture>) -> Option<usize> {
         match (self, picture) {
             (Self::Fixed(tokens), _) => Some(tokens),
-            (Self::Patches(patches), Some(picture)) => patches.tokens(picture.width.into(), picture.height.into()),
+            (Self::Patches(patches), Some(picture)) => {
+                patches.tokens(picture.width.into(), picture.height.into())
+            }
             (Self::Patches(_), None) => None,
         }
     }
@@ -95,11 +110,12 @@ impl Count {
 fn read(path: &Path) -> Result<Preprocessor, String> {
     let failed = |problem: String| format!("{}: {problem}", path.display());
     let bytes = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
-    let file: Preprocessor = serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))?;
+    let file: Preprocessor =
+        serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))?;
     match &file.image_processor_type {
-        Some(other) if !other.starts_with("Qwen2VLImageProcessor") => {
-            Err(failed(format!("an image processor `{other}`, of which the rule `qwen2_vl` says nothing")))
-        }
+        Some(other) if !other.starts_with("Qwen2VLImageProcessor") => Err(failed(format!(
+            "an image processor `{other}`, of which the rule `qwen2_vl` says nothing"
+        ))),
         _ => Ok(file),
     }
 }
@@ -135,7 +151,11 @@ mod tests {
 
     #[test]
     fn images_have_the_tokens_that_transformers_counts() {
-        let small = Patches { side: 28, min_pixels: 3136, max_pixels: 200_704 };
+        let small = Patches {
+            side: 28,
+            min_pixels: 3136,
+            max_pixels: 200_704,
+        };
         for (width, height, tokens) in SIZES {
             assert_eq!(small.tokens(width, height), tokens, "{width}x{height}");
         }

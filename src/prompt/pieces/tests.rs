@@ -13,22 +13,36 @@ fn all() -> &'static [(&'static str, Checked)] {
         let of = |patterns: &[&str]| {
             let tokenizer = with_parts(|written| {
                 written["pre_tokenizer"] = pre_tokenizer(patterns);
-                written["normalizer"] = if patterns.len() == 1 { Value::Null } else { written["normalizer"].clone() };
+                written["normalizer"] = if patterns.len() == 1 {
+                    Value::Null
+                } else {
+                    written["normalizer"].clone()
+                };
             });
             Checked::new(tokenizer)
         };
         // The pattern of DeepSeek is written with other line ends there.
         let kinds = PATTERNS.iter().filter(|(name, _)| *name != "deepseek-v3");
         let deepseek = [PASSING[0], PASSING[2], DIVIDING[8]];
-        let mut all: Vec<_> = kinds.map(|(name, patterns)| (*name, of(patterns))).collect();
-        all.extend([("deepseek-v3", of(&deepseek)), ("qwen as it is", Checked::new(qwen()))]);
+        let mut all: Vec<_> = kinds
+            .map(|(name, patterns)| (*name, of(patterns)))
+            .collect();
+        all.extend([
+            ("deepseek-v3", of(&deepseek)),
+            ("qwen as it is", Checked::new(qwen())),
+        ]);
         all
     });
     &ALL
 }
 
 fn budget(tokens: usize, step: usize, is_over: &dyn Fn() -> bool) -> TokenBudget<'_> {
-    TokenBudget { tokens, is_over, step, longest: 400 }
+    TokenBudget {
+        tokens,
+        is_over,
+        step,
+        longest: 400,
+    }
 }
 
 #[test]
@@ -36,12 +50,20 @@ fn tokenizers_with_known_parts_have_joints() {
     for (name, tokenizer) in all() {
         assert!(tokenizer.has_joints(), "{name}");
     }
-    let metaspace =
-        serde_json::json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": true});
-    let prefixed =
-        serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
-    for part in [metaspace, prefixed, pre_tokenizer(&[r"\p{N}{1,3}"]), pre_tokenizer(&[r"(?<=a) b|\s+"])] {
-        assert!(!are_known(&with_parts(|written| written["pre_tokenizer"] = part.clone())), "{part}");
+    let metaspace = serde_json::json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": true});
+    let prefixed = serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+    for part in [
+        metaspace,
+        prefixed,
+        pre_tokenizer(&[r"\p{N}{1,3}"]),
+        pre_tokenizer(&[r"(?<=a) b|\s+"]),
+    ] {
+        assert!(
+            !are_known(&with_parts(
+                |written| written["pre_tokenizer"] = part.clone()
+            )),
+            "{part}"
+        );
     }
     let strips = with_parts(|written| written["normalizer"] = serde_json::json!({"type": "NFKD"}));
     assert!(!are_known(&strips));
@@ -49,14 +71,29 @@ fn tokenizers_with_known_parts_have_joints() {
 
 #[test]
 fn added_tokens_at_joints_are_found_out() {
-    let token = |content: &str| AddedToken { content: content.to_owned(), ..AddedToken::default() };
-    for (content, touches) in
-        [("<|im_end|>", false), ("  ", false), ("a b", true), (" ", true), (" b", true), ("a ", true), ("\n\n", false)]
-    {
+    let token = |content: &str| AddedToken {
+        content: content.to_owned(),
+        ..AddedToken::default()
+    };
+    for (content, touches) in [
+        ("<|im_end|>", false),
+        ("  ", false),
+        ("a b", true),
+        (" ", true),
+        (" b", true),
+        ("a ", true),
+        ("\n\n", false),
+    ] {
         assert_eq!(touches_joints(&token(content)), touches, "{content:?}");
     }
-    assert!(touches_joints(&AddedToken { lstrip: true, ..token("word") }));
-    assert!(touches_joints(&AddedToken { rstrip: true, ..token("<a>b") }));
+    assert!(touches_joints(&AddedToken {
+        lstrip: true,
+        ..token("word")
+    }));
+    assert!(touches_joints(&AddedToken {
+        rstrip: true,
+        ..token("<a>b")
+    }));
 }
 
 #[test]

@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 /// The lists, as `tests/data/tokens/make_classes.py` took them out.
 pub(super) static TABLE: LazyLock<Table> = LazyLock::new(|| {
-    serde_json::from_str(include_str!("transformers.json")).expect("a test reads the same file at build time")
+    serde_json::from_str(include_str!("transformers.json"))
+        .expect("a test reads the same file at build time")
 });
 
 #[derive(Deserialize)]
@@ -39,13 +40,21 @@ pub(super) enum Does {
 
 impl Table {
     /// The class that is taken for a type of model whose files name this one; none is `tokenizer.json` as written.
-    pub(super) fn chosen<'s>(&'static self, model_type: &str, named: Option<&'s str>) -> Option<&'s str> {
+    pub(super) fn chosen<'s>(
+        &'static self,
+        model_type: &str,
+        named: Option<&'s str>,
+    ) -> Option<&'s str> {
         let named = named.map(|named| named.strip_suffix("Fast").unwrap_or(named));
         let registered = self.models.get(model_type).map(String::as_str);
         match (registered, named) {
             _ if self.as_written.contains(model_type) => None,
             (Some("TokenizersBackend"), Some(_)) => None,
-            (Some(registered), Some(named)) if registered != named && !self.forced.contains(model_type) => Some(named),
+            (Some(registered), Some(named))
+                if registered != named && !self.forced.contains(model_type) =>
+            {
+                Some(named)
+            }
             (Some(registered), _) => Some(registered),
             (None, named) => named,
         }

@@ -39,13 +39,19 @@ const REFUSED: [&str; 22] = [
 ];
 
 fn class_of(name: &str) -> Result<Class, String> {
-    if name == "TokenizersBackend" { Ok(Class::AsWritten) } else { Class::named(name) }
+    if name == "TokenizersBackend" {
+        Ok(Class::AsWritten)
+    } else {
+        Class::named(name)
+    }
 }
 
 #[test]
 fn the_class_is_chosen_as_transformers_chooses_it() {
-    let truth: Chosen =
-        serde_json::from_slice(include_bytes!("../../../tests/data/tokens/classes/chosen.json")).unwrap();
+    let truth: Chosen = serde_json::from_slice(include_bytes!(
+        "../../../tests/data/tokens/classes/chosen.json"
+    ))
+    .unwrap();
     let (mut compared, mut needless) = (0, Vec::new());
     for (named, row) in &truth.chosen {
         for (model, place) in truth.models.iter().zip(row) {
@@ -59,14 +65,19 @@ fn the_class_is_chosen_as_transformers_chooses_it() {
             match (real.starts_with('!'), ours) {
                 // The engine does not start.
                 (true, _) => {}
-                (false, ours) if ours.as_ref().ok() == class_of(real).as_ref().ok() => compared += 1,
+                (false, ours) if ours.as_ref().ok() == class_of(real).as_ref().ok() => {
+                    compared += 1
+                }
                 (false, Err(_)) if named.is_empty() => needless.push(model.as_str()),
                 (false, ours) => panic!("{model} {named}: {ours:?}, transformers has {real}"),
             }
         }
     }
     assert!(compared > 6000, "{compared}");
-    assert_eq!(needless, REFUSED, "types of models that are refused without need where the files name no class");
+    assert_eq!(
+        needless, REFUSED,
+        "types of models that are refused without need where the files name no class"
+    );
 }
 
 #[test]
@@ -74,34 +85,110 @@ fn a_class_that_builds_anew_needs_the_type_of_the_model_or_the_operators_word() 
     for (class, model_type, told, expected) in [
         (Some("LlamaTokenizer"), None, None, None),
         (Some("Qwen2TokenizerFast"), None, None, None),
-        (Some("LlamaTokenizer"), None, Some("LlamaTokenizer"), Some(Class::Llama)),
-        (Some("LlamaTokenizer"), None, Some("TokenizersBackend"), Some(Class::AsWritten)),
-        (Some("LlamaTokenizer"), Some("llama"), Some("TokenizersBackend"), Some(Class::AsWritten)),
-        (Some("PreTrainedTokenizerFast"), None, None, Some(Class::AsWritten)),
-        (Some("NotInTransformers"), None, None, Some(Class::AsWritten)),
+        (
+            Some("LlamaTokenizer"),
+            None,
+            Some("LlamaTokenizer"),
+            Some(Class::Llama),
+        ),
+        (
+            Some("LlamaTokenizer"),
+            None,
+            Some("TokenizersBackend"),
+            Some(Class::AsWritten),
+        ),
+        (
+            Some("LlamaTokenizer"),
+            Some("llama"),
+            Some("TokenizersBackend"),
+            Some(Class::AsWritten),
+        ),
+        (
+            Some("PreTrainedTokenizerFast"),
+            None,
+            None,
+            Some(Class::AsWritten),
+        ),
+        (
+            Some("NotInTransformers"),
+            None,
+            None,
+            Some(Class::AsWritten),
+        ),
         (None, None, None, None),
-        (None, None, Some("TokenizersBackend"), Some(Class::AsWritten)),
-        (None, None, Some("PreTrainedTokenizerFast"), Some(Class::AsWritten)),
+        (
+            None,
+            None,
+            Some("TokenizersBackend"),
+            Some(Class::AsWritten),
+        ),
+        (
+            None,
+            None,
+            Some("PreTrainedTokenizerFast"),
+            Some(Class::AsWritten),
+        ),
         (None, Some("llama"), None, Some(Class::AsWritten)),
         (None, None, Some("CachedLlamaTokenizer"), Some(Class::Llama)),
-        (None, None, Some("CachedQwen2TokenizerFast"), Some(Class::Qwen2)),
-        (Some("LlamaTokenizer"), Some("llama"), Some("LLamaTokenizer"), None),
-        (Some("LlamaTokenizer"), Some("llama"), Some("Nonsense"), None),
-        (Some("LlamaTokenizerFast"), Some("deepseek_v3"), None, Some(Class::AsWritten)),
-        (Some("Qwen2Tokenizer"), Some("qwen3_5_moe"), None, Some(Class::Qwen3_5)),
+        (
+            None,
+            None,
+            Some("CachedQwen2TokenizerFast"),
+            Some(Class::Qwen2),
+        ),
+        (
+            Some("LlamaTokenizer"),
+            Some("llama"),
+            Some("LLamaTokenizer"),
+            None,
+        ),
+        (
+            Some("LlamaTokenizer"),
+            Some("llama"),
+            Some("Nonsense"),
+            None,
+        ),
+        (
+            Some("LlamaTokenizerFast"),
+            Some("deepseek_v3"),
+            None,
+            Some(Class::AsWritten),
+        ),
+        (
+            Some("Qwen2Tokenizer"),
+            Some("qwen3_5_moe"),
+            None,
+            Some(Class::Qwen3_5),
+        ),
         (Some("CodeLlamaTokenizer"), Some("llama"), None, None),
         (Some("T5Tokenizer"), Some("llama"), None, None),
         (Some("ByT5Tokenizer"), Some("llama"), None, None),
     ] {
-        let said = Said { told, class, model_type, ..Said::default() };
-        assert_eq!(said.class().ok(), expected, "{class:?} {model_type:?} {told:?}");
+        let said = Said {
+            told,
+            class,
+            model_type,
+            ..Said::default()
+        };
+        assert_eq!(
+            said.class().ok(),
+            expected,
+            "{class:?} {model_type:?} {told:?}"
+        );
     }
 }
 
 #[test]
 fn transformers_4_takes_what_is_written() {
-    let old = Said { class: Some("LlamaTokenizer"), transformers: Transformers::V4, ..Said::default() };
-    assert_eq!((old.class(), old.is_of_any_type()), (Ok(Class::AsWritten), false));
+    let old = Said {
+        class: Some("LlamaTokenizer"),
+        transformers: Transformers::V4,
+        ..Said::default()
+    };
+    assert_eq!(
+        (old.class(), old.is_of_any_type()),
+        (Ok(Class::AsWritten), false)
+    );
 }
 
 /// Otherwise vocabularies of pieces would not be as written for every type.
@@ -109,11 +196,15 @@ fn transformers_4_takes_what_is_written() {
 fn what_is_taken_in_spite_of_the_name_is_for_vocabularies_of_bytes() {
     let mut found = std::collections::BTreeSet::new();
     for model_type in TABLE.forced() {
-        let class =
-            TABLE.chosen(model_type, Some("PreTrainedTokenizerFast")).map_or(Ok(Class::AsWritten), Class::named);
+        let class = TABLE
+            .chosen(model_type, Some("PreTrainedTokenizerFast"))
+            .map_or(Ok(Class::AsWritten), Class::named);
         found.insert(format!("{:?}", class.unwrap()));
     }
-    assert_eq!(found.into_iter().collect::<Vec<_>>(), ["AsWritten", "Gpt2", "Qwen2", "Qwen3_5"]);
+    assert_eq!(
+        found.into_iter().collect::<Vec<_>>(),
+        ["AsWritten", "Gpt2", "Qwen2", "Qwen3_5"]
+    );
 }
 
 #[test]

@@ -82,7 +82,11 @@ struct Entry {
 impl PromptCache {
     /// An empty cache that may hold this many bytes; with none it is off.
     pub fn new(limit: usize, metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { limit: AtomicUsize::new(limit), table: Mutex::default(), metrics })
+        Arc::new(Self {
+            limit: AtomicUsize::new(limit),
+            table: Mutex::default(),
+            metrics,
+        })
     }
 
     /// Another limit from now on.
@@ -114,7 +118,10 @@ impl PromptCache {
         for some in names.chunks(AT_ONCE) {
             let before = found.len();
             let table = self.table.lock();
-            found.extend(some.iter().map_while(|name| table.get(*name).and_then(&piece)));
+            found.extend(
+                some.iter()
+                    .map_while(|name| table.get(*name).and_then(&piece)),
+            );
             if found.len() - before < some.len() {
                 break;
             }
@@ -170,31 +177,52 @@ impl PromptCache {
             then(&mut table);
         }
         drop(table);
-        self.metrics.prompt_cache_evictions.inc_by(gone.len() as u64);
+        self.metrics
+            .prompt_cache_evictions
+            .inc_by(gone.len() as u64);
     }
 
     /// Counts a prompt of which this many tokens were known.
     pub(super) fn count(&self, resumed: usize, all: usize) {
         let outcome = if resumed > 0 { "hit" } else { "miss" };
         self.count_outcome(outcome);
-        self.metrics.prompt_cache_resumed_tokens.inc_by(resumed as u64);
-        self.metrics.prompt_cache_looked_up_tokens.inc_by(all as u64);
+        self.metrics
+            .prompt_cache_resumed_tokens
+            .inc_by(resumed as u64);
+        self.metrics
+            .prompt_cache_looked_up_tokens
+            .inc_by(all as u64);
     }
 
     /// Counts a prompt by what became of it.
     pub(super) fn count_outcome(&self, outcome: &'static str) {
-        self.metrics.prompt_cache_lookups.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.metrics
+            .prompt_cache_lookups
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
     }
 
     fn report(&self) {
-        self.metrics.prompt_cache_bytes.set(i64::try_from(self.bytes()).unwrap_or(i64::MAX));
+        self.metrics
+            .prompt_cache_bytes
+            .set(i64::try_from(self.bytes()).unwrap_or(i64::MAX));
     }
 }
 
 impl Default for Table {
     fn default() -> Self {
-        let ring = Entry { name: 0, value: None, newer: RING, older: RING };
-        Self { places: HashMap::new(), entries: vec![ring], free: Vec::new(), bytes: 0 }
+        let ring = Entry {
+            name: 0,
+            value: None,
+            newer: RING,
+            older: RING,
+        };
+        Self {
+            places: HashMap::new(),
+            entries: vec![ring],
+            free: Vec::new(),
+            bytes: 0,
+        }
     }
 }
 
@@ -217,7 +245,12 @@ impl Table {
             return self.touch(name);
         }
         let bytes = value.bytes();
-        let entry = Entry { name, value: Some(value), newer: RING, older: RING };
+        let entry = Entry {
+            name,
+            value: Some(value),
+            newer: RING,
+            older: RING,
+        };
         let place = match self.free.pop() {
             Some(place) => {
                 self.entries[place as usize] = entry;
@@ -225,7 +258,9 @@ impl Table {
             }
             None => {
                 // Only a limit of a terabyte has room for so many.
-                let Ok(place) = u32::try_from(self.entries.len()) else { return };
+                let Ok(place) = u32::try_from(self.entries.len()) else {
+                    return;
+                };
                 self.entries.push(entry);
                 place
             }

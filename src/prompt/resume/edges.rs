@@ -39,7 +39,10 @@ impl Edges {
     pub(super) fn of(tokenizer: &Tokenizer) -> Result<Self, &'static str> {
         let added = tokenizer.get_added_tokens_decoder();
         // The others are looked for later, in the pieces between these.
-        let raw: Vec<_> = added.iter().filter(|(_, token)| !token.normalized && !token.content.is_empty()).collect();
+        let raw: Vec<_> = added
+            .iter()
+            .filter(|(_, token)| !token.normalized && !token.content.is_empty())
+            .collect();
         let ignored = tokenizer.get_encode_special_tokens();
         let alone = |content: &str, id: u32| {
             let alone = tokenizer.encode_fast(content, false);
@@ -48,15 +51,29 @@ impl Edges {
         let mut edges: Vec<Edge> = raw
             .iter()
             .filter(|(_, token)| !(token.single_word || ignored && token.special))
-            .filter(|(_, token)| raw.iter().all(|(_, other)| is_left_alone(&token.content, &other.content)))
+            .filter(|(_, token)| {
+                raw.iter()
+                    .all(|(_, other)| is_left_alone(&token.content, &other.content))
+            })
             .filter(|(id, token)| alone(&token.content, **id))
-            .map(|(id, token)| Edge { content: token.content.as_str().into(), id: **id })
+            .map(|(id, token)| Edge {
+                content: token.content.as_str().into(),
+                id: **id,
+            })
             .collect();
         let first = commonest_first_bytes(&edges);
         edges.retain(|edge| first.contains(&edge.content.as_bytes()[0]));
         edges.sort_unstable_by(|a, b| a.content.cmp(&b.content));
-        let longest = edges.iter().map(|edge| edge.content.len()).max().ok_or("no added token of it is an edge")?;
-        Ok(Self { edges, first, longest })
+        let longest = edges
+            .iter()
+            .map(|edge| edge.content.len())
+            .max()
+            .ok_or("no added token of it is an edge")?;
+        Ok(Self {
+            edges,
+            first,
+            longest,
+        })
     }
 
     /// One of them.
@@ -68,7 +85,11 @@ impl Edges {
     /// these, because each depends on nothing but what is before it.
     pub(super) fn points(&self, text: &str) -> Vec<Point> {
         let (mut points, mut at, mut least) = (Vec::new(), 0, SPACING);
-        while let Some(place) = text.as_bytes().get(at..).and_then(|rest| self.next_first_byte(rest)) {
+        while let Some(place) = text
+            .as_bytes()
+            .get(at..)
+            .and_then(|rest| self.next_first_byte(rest))
+        {
             at += place;
             match self.at(&text.as_bytes()[at..]) {
                 Some(edge) if at + self.edges[edge].content.len() >= least => {
@@ -86,8 +107,12 @@ impl Edges {
 
     /// The edge that a text begins with. As none begins with another, it is the last that is not behind the text in order.
     fn at(&self, text: &[u8]) -> Option<usize> {
-        let edge = self.edges.partition_point(|edge| edge.content.as_bytes() <= text).checked_sub(1)?;
-        text.starts_with(self.edges[edge].content.as_bytes()).then_some(edge)
+        let edge = self
+            .edges
+            .partition_point(|edge| edge.content.as_bytes() <= text)
+            .checked_sub(1)?;
+        text.starts_with(self.edges[edge].content.as_bytes())
+            .then_some(edge)
     }
 
     fn next_first_byte(&self, text: &[u8]) -> Option<usize> {
@@ -106,7 +131,9 @@ fn commonest_first_bytes(edges: &[Edge]) -> Vec<u8> {
     for edge in edges {
         counts[usize::from(edge.content.as_bytes()[0])] += 1;
     }
-    let mut bytes: Vec<u8> = (0..=u8::MAX).filter(|byte| counts[usize::from(*byte)] > 0).collect();
+    let mut bytes: Vec<u8> = (0..=u8::MAX)
+        .filter(|byte| counts[usize::from(*byte)] > 0)
+        .collect();
     bytes.sort_by_key(|byte| std::cmp::Reverse(counts[usize::from(*byte)]));
     bytes.truncate(FIRST_BYTES);
     bytes

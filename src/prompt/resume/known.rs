@@ -36,10 +36,16 @@ pub(in crate::prompt) fn parts(tokenizer: &Tokenizer) -> Result<(), &'static str
         return Err("it truncates or pads");
     }
     tokenizer.get_normalizer().map_or(Ok(()), normalizer)?;
-    tokenizer.get_pre_tokenizer().map_or(Ok(()), pre_tokenizer)?;
+    tokenizer
+        .get_pre_tokenizer()
+        .map_or(Ok(()), pre_tokenizer)?;
     match tokenizer.get_model() {
-        Model::BPE(model) if model.dropout.is_some_and(|dropout| dropout > 0.0) => Err("it drops merges by chance"),
-        Model::Unigram(model) if model.alpha.is_some() || model.nbest_size.is_some() => Err("it samples"),
+        Model::BPE(model) if model.dropout.is_some_and(|dropout| dropout > 0.0) => {
+            Err("it drops merges by chance")
+        }
+        Model::Unigram(model) if model.alpha.is_some() || model.nbest_size.is_some() => {
+            Err("it samples")
+        }
         Model::BPE(_) | Model::Unigram(_) | Model::WordPiece(_) | Model::WordLevel(_) => Ok(()),
     }
 }
@@ -87,8 +93,14 @@ pub(in crate::prompt) fn frame(tokenizer: &Tokenizer) -> Result<Frame, &'static 
     const UNKNOWN: &str = "its post-processor does more than to put fixed tokens around a text";
     let frame = template(tokenizer.get_post_processor()).ok_or(UNKNOWN)?;
     for text in ["", "a", "two words"] {
-        let ids = |special| tokenizer.encode_fast(text, special).map(|encoding| encoding.get_ids().to_vec());
-        let (Ok(bare), Ok(framed)) = (ids(false), ids(true)) else { return Err("it fails on plain words") };
+        let ids = |special| {
+            tokenizer
+                .encode_fast(text, special)
+                .map(|encoding| encoding.get_ids().to_vec())
+        };
+        let (Ok(bare), Ok(framed)) = (ids(false), ids(true)) else {
+            return Err("it fails on plain words");
+        };
         if frame.around(&bare) != framed {
             return Err(UNKNOWN);
         }
@@ -98,8 +110,13 @@ pub(in crate::prompt) fn frame(tokenizer: &Tokenizer) -> Result<Frame, &'static 
 
 /// What the one template among the processors says; of the others, only those are known that leave the tokens alone.
 fn template(processor: Option<&Processor>) -> Option<Frame> {
-    let none = Frame { before: Vec::new(), after: Vec::new() };
-    let Some(processor) = processor else { return Some(none) };
+    let none = Frame {
+        before: Vec::new(),
+        after: Vec::new(),
+    };
+    let Some(processor) = processor else {
+        return Some(none);
+    };
     let all = match processor {
         Processor::Sequence(all) => all.as_ref(),
         one => std::slice::from_ref(one),
@@ -111,7 +128,10 @@ fn template(processor: Option<&Processor>) -> Option<Frame> {
             Processor::Template(template) if found.is_none() => {
                 found = Some(pieces(&serde_json::to_value(template).ok()?)?);
             }
-            Processor::Template(_) | Processor::Sequence(_) | Processor::Bert(_) | Processor::Roberta(_) => {
+            Processor::Template(_)
+            | Processor::Sequence(_)
+            | Processor::Bert(_)
+            | Processor::Roberta(_) => {
                 return None;
             }
         }

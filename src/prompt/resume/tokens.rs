@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use super::Secret;
 use super::cache::{PromptCache, Value};
-use crate::block::{BlockHashes, Content, LocalHash, MediaTokens, Salt, SequenceHash, Windows, placeholders};
+use crate::block::{
+    BlockHashes, Content, LocalHash, MediaTokens, Salt, SequenceHash, Windows, placeholders,
+};
 use crate::worker::BlockSize;
 
 /// Separates the names of blocks from those of texts.
@@ -29,19 +31,36 @@ pub(super) struct Trail {
 
 impl std::fmt::Debug for Trail {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Trail").field("points", &self.points.len()).finish_non_exhaustive()
+        f.debug_struct("Trail")
+            .field("points", &self.points.len())
+            .finish_non_exhaustive()
     }
 }
 
 impl Trail {
-    pub(super) fn new(cache: Arc<PromptCache>, key: Secret, special: bool, points: Vec<(u128, usize)>) -> Self {
-        Self { cache, key, special, points }
+    pub(super) fn new(
+        cache: Arc<PromptCache>,
+        key: Secret,
+        special: bool,
+        points: Vec<(u128, usize)>,
+    ) -> Self {
+        Self {
+            cache,
+            key,
+            special,
+            points,
+        }
     }
 
     /// The names of the points for the blocks of one kind.
     fn names(&self, seed: u64, block_size: BlockSize, windows: Windows) -> Vec<u128> {
         let flags = [u8::from(self.special), u8::from(windows == Windows::Eagle)];
-        let kind = self.key.name(&[BLOCKS, &seed.to_le_bytes(), &block_size.0.get().to_le_bytes(), &flags]);
+        let kind = self.key.name(&[
+            BLOCKS,
+            &seed.to_le_bytes(),
+            &block_size.0.get().to_le_bytes(),
+            &flags,
+        ]);
         self.points.iter().map(|(point, _)| point ^ kind).collect()
     }
 }
@@ -76,26 +95,49 @@ impl Tokens {
     /// The hashes of their blocks: the same as [`BlockHashes::of_content`] gives, of which those that were computed before
     /// are only copied.
     pub fn hashes(&self, salt: &Salt, block_size: BlockSize, windows: Windows) -> BlockHashes {
-        let content = Content { windows, ..Content::plain(&self.ids, salt) };
+        let content = Content {
+            windows,
+            ..Content::plain(&self.ids, salt)
+        };
         self.hashes_of(&content, block_size, MediaTokens::default())
     }
 
     /// The hashes of the blocks of a prompt of these tokens with objects in it: the same as [`placeholders::hashes`] gives.
-    pub fn hashes_of(&self, content: &Content<'_>, block_size: BlockSize, media: MediaTokens) -> BlockHashes {
+    pub fn hashes_of(
+        &self,
+        content: &Content<'_>,
+        block_size: BlockSize,
+        media: MediaTokens,
+    ) -> BlockHashes {
         let windows = content.windows;
-        let Some(trail) = &self.trail else { return placeholders::hashes(content, block_size, media) };
+        let Some(trail) = &self.trail else {
+            return placeholders::hashes(content, block_size, media);
+        };
         let names = trail.names(content.salt.seed(), block_size, windows);
         let found = trail.cache.walk(&names, Value::blocks);
-        let known: Vec<(LocalHash, SequenceHash)> = found.iter().flat_map(|piece| piece.iter().copied()).collect();
+        let known: Vec<(LocalHash, SequenceHash)> = found
+            .iter()
+            .flat_map(|piece| piece.iter().copied())
+            .collect();
         let mut from = known.len();
         let hashes = placeholders::resumed(content, block_size, media, &known);
-        let all = || hashes.locals().iter().copied().zip(hashes.sequences().iter().copied());
-        let made = names.iter().zip(&trail.points).skip(found.len()).map(|(name, (_, tokens))| {
-            let upto = windows.blocks(*tokens, block_size);
-            let piece: Arc<[_]> = all().skip(from).take(upto - from).collect();
-            from = upto;
-            (*name, Value::Blocks(piece))
-        });
+        let all = || {
+            hashes
+                .locals()
+                .iter()
+                .copied()
+                .zip(hashes.sequences().iter().copied())
+        };
+        let made = names
+            .iter()
+            .zip(&trail.points)
+            .skip(found.len())
+            .map(|(name, (_, tokens))| {
+                let upto = windows.blocks(*tokens, block_size);
+                let piece: Arc<[_]> = all().skip(from).take(upto - from).collect();
+                from = upto;
+                (*name, Value::Blocks(piece))
+            });
         let made = made.collect();
         trail.cache.keep(&names[..found.len()], made);
         hashes

@@ -8,16 +8,27 @@ use crate::trust::Trust;
 use crate::worker::Role;
 
 /// Why the request goes where it goes.
-pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64, busy: bool) -> String {
+pub(super) fn routed(
+    route: &Route,
+    phases: &[PhaseExplained],
+    temperature: f64,
+    busy: bool,
+) -> String {
     let taken = phases.iter().filter(|phase| phase.taken);
     let mut clauses: Vec<String> = taken.map(|phase| chosen(phase, temperature)).collect();
     match route.reason {
         Some(reason) if route.mode == Mode::LoadOnly => {
-            clauses.push(format!("caches were not compared, because {}", because(reason)));
+            clauses.push(format!(
+                "caches were not compared, because {}",
+                because(reason)
+            ));
         }
         Some(reason) => {
             clauses.extend(held(route, phases));
-            clauses.push(format!("only the beginning of the prompt was compared, because {}", because(reason)));
+            clauses.push(format!(
+                "only the beginning of the prompt was compared, because {}",
+                because(reason)
+            ));
         }
         None => clauses.extend(held(route, phases)),
     }
@@ -29,23 +40,35 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64,
             clauses.push("the prefill workers are busy, so it computes all itself".into())
         }
         Phases::Kept(Bypass::OutOfReach) => {
-            clauses.push("the chosen prefill worker could hand over to nobody, so it computes all itself".into());
+            clauses.push(
+                "the chosen prefill worker could hand over to nobody, so it computes all itself"
+                    .into(),
+            );
         }
         Phases::Kept(Bypass::NotHandedOver) => {
             clauses
                 .push("what it asks for cannot be handed from one worker to another, so it computes all itself".into());
         }
         Phases::Kept(Bypass::PrefillFailed) => {
-            clauses.push("the prefill workers that were asked did not do it, so it computes all itself".into());
+            clauses.push(
+                "the prefill workers that were asked did not do it, so it computes all itself"
+                    .into(),
+            );
         }
         Phases::Kept(Bypass::PrefillRefused) => {
-            clauses.push("a prefill worker found the request wrong, so it hears it from the decode worker".into());
+            clauses.push(
+                "a prefill worker found the request wrong, so it hears it from the decode worker"
+                    .into(),
+            );
         }
         Phases::Kept(Bypass::PrefillsFull) => {
-            clauses.push("as many prefills are under way as are allowed, so it computes all itself".into());
+            clauses.push(
+                "as many prefills are under way as are allowed, so it computes all itself".into(),
+            );
         }
         Phases::Kept(Bypass::NothingHandedOver) => {
-            clauses.push("the prefill worker handed nothing over, so it computes all itself".into());
+            clauses
+                .push("the prefill worker handed nothing over, so it computes all itself".into());
         }
         Phases::Aggregated if phases.len() > 1 => {
             clauses.push("no prefill worker can be chosen, so it computes all itself".into());
@@ -65,12 +88,15 @@ pub(super) fn unrouted(error: RouteError, pool: Option<&str>) -> String {
         RouteError::NoFleet | RouteError::NoCandidate => "Envoy's own load balancer would choose",
         _ => "the request would be refused",
     };
-    let of_pool = pool.map(|pool| format!(" (it is for the pool `{pool}`)")).unwrap_or_default();
+    let of_pool = pool
+        .map(|pool| format!(" (it is for the pool `{pool}`)"))
+        .unwrap_or_default();
     format!("Nobody is chosen, because {error}{of_pool}; {then}.")
 }
 
 fn chosen(phase: &PhaseExplained, temperature: f64) -> String {
-    let Some((winner, cost)) = winner(phase).and_then(|judged| Some((judged, judged.cost?.total))) else {
+    let Some((winner, cost)) = winner(phase).and_then(|judged| Some((judged, judged.cost?.total)))
+    else {
         return "nobody is chosen".to_owned();
     };
     let does = match phase.role {
@@ -81,13 +107,24 @@ fn chosen(phase: &PhaseExplained, temperature: f64) -> String {
     let who = format!("worker rank {} {does}", winner.rank);
     match (phase.runner_up, phase.margin) {
         (Some(second), Some(margin)) if temperature > 0.0 => {
-            let (by, than) = if margin < 0.0 { (-margin, "more") } else { (margin, "less") };
-            format!("{who}, drawn at temperature {temperature}: it costs {cost:.3}, {by:.3} {than} than {second}")
+            let (by, than) = if margin < 0.0 {
+                (-margin, "more")
+            } else {
+                (margin, "less")
+            };
+            format!(
+                "{who}, drawn at temperature {temperature}: it costs {cost:.3}, {by:.3} {than} than {second}"
+            )
         }
         (Some(_), Some(_)) if phase.ties > 1 => {
-            format!("{who}, drawn among {} candidates that all cost {cost:.3}", phase.ties)
+            format!(
+                "{who}, drawn among {} candidates that all cost {cost:.3}",
+                phase.ties
+            )
         }
-        (Some(second), Some(margin)) => format!("{who}, because it costs {cost:.3}, {margin:.3} less than {second}"),
+        (Some(second), Some(margin)) => {
+            format!("{who}, because it costs {cost:.3}, {margin:.3} less than {second}")
+        }
         _ => format!("{who}, because it is the only candidate (cost {cost:.3})"),
     }
 }
@@ -100,19 +137,30 @@ fn held(route: &Route, phases: &[PhaseExplained]) -> Option<String> {
     let own = winner.overlap.total();
     let is_doubted = own > 0 && matches!(winner.source.trust, Trust::Stale | Trust::CatchingUp);
     let doubt = winner.source.because.filter(|_| is_doubted);
-    let doubt = doubt.map(|because| format!(", which may be out of date ({})", because.as_str())).unwrap_or_default();
+    let doubt = doubt
+        .map(|because| format!(", which may be out of date ({})", because.as_str()))
+        .unwrap_or_default();
     let text = format!("it holds {own} of {blocks} blocks{doubt}");
     let others = phase.judged.iter().filter(|judged| judged.cost.is_some());
-    let most = others.max_by_key(|judged| judged.overlap.total()).filter(|judged| judged.overlap.total() > own);
+    let most = others
+        .max_by_key(|judged| judged.overlap.total())
+        .filter(|judged| judged.overlap.total() > own);
     let more = most.and_then(|most| {
         let dearer = most.cost?.total - winner.cost?.total;
-        Some(format!("{text}, while {} holds {} and costs {dearer:.3} more", most.rank, most.overlap.total()))
+        Some(format!(
+            "{text}, while {} holds {} and costs {dearer:.3} more",
+            most.rank,
+            most.overlap.total()
+        ))
     });
     Some(more.unwrap_or(text))
 }
 
 fn winner(phase: &PhaseExplained) -> Option<&Judged> {
-    phase.judged.iter().find(|judged| Some(judged.rank) == phase.winner)
+    phase
+        .judged
+        .iter()
+        .find(|judged| Some(judged.rank) == phase.winner)
 }
 
 fn because(reason: Reason) -> &'static str {
@@ -138,8 +186,12 @@ fn because(reason: Reason) -> &'static str {
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",
         Reason::IndexAway => "no server of the index answered",
-        Reason::BlockSizeMismatch => "the blocks of the engines cannot be brought to the configured size",
-        Reason::NoFleet | Reason::NoCandidate | Reason::Unsatisfied | Reason::NoPrefill => "there is no candidate",
+        Reason::BlockSizeMismatch => {
+            "the blocks of the engines cannot be brought to the configured size"
+        }
+        Reason::NoFleet | Reason::NoCandidate | Reason::Unsatisfied | Reason::NoPrefill => {
+            "there is no candidate"
+        }
         Reason::BadPin => "the request is pinned to a worker that will not do",
         Reason::Overloaded => "all eligible workers are overloaded",
         Reason::ParityMismatch => "the engines make other tokens of prompts than we do",

@@ -20,9 +20,14 @@ impl<'f> Telling<'_, 'f> {
             (Some(leg), _) => Some(self.phase(leg, true)),
             (None, Some(leg)) => Some(self.phase(leg, false)),
             // Prefill workers are there, and none of them could be chosen.
-            (None, None) => self.has_prefill().then(|| self.unchosen(&for_prefill(&self.prepared.request))),
+            (None, None) => self
+                .has_prefill()
+                .then(|| self.unchosen(&for_prefill(&self.prepared.request))),
         };
-        let phases: Vec<_> = prefill.into_iter().chain([self.phase(&legs.decode, true)]).collect();
+        let phases: Vec<_> = prefill
+            .into_iter()
+            .chain([self.phase(&legs.decode, true)])
+            .collect();
         Explanation {
             model: self.prepared.request.model.clone(),
             requested_model: None,
@@ -35,7 +40,12 @@ impl<'f> Telling<'_, 'f> {
             block_size: Some(route.block_size),
             computed_by: Some(route.computed_by()),
             weights: self.prepared.weights,
-            sentence: sentence::routed(&route, &phases, self.prepared.weights.router_temperature, self.seen.busy),
+            sentence: sentence::routed(
+                &route,
+                &phases,
+                self.prepared.weights.router_temperature,
+                self.seen.busy,
+            ),
             phases,
             route: Some(route),
         }
@@ -49,7 +59,11 @@ impl<'f> Telling<'_, 'f> {
         let mut judged = self.judge(&leg.pool.constraints);
         let block_size = leg.question.block_size.tokens() as f64;
         for judged in &mut judged {
-            match leg.members.iter().position(|member| member.rank == judged.rank) {
+            match leg
+                .members
+                .iter()
+                .position(|member| member.rank == judged.rank)
+            {
                 Some(at) => {
                     let candidate = &leg.candidates[at];
                     judged.overlap = candidate.overlap;
@@ -80,9 +94,19 @@ impl<'f> Telling<'_, 'f> {
     pub(super) fn unchosen_phases(&self, error: RouteError) -> Vec<PhaseExplained> {
         let request = &self.prepared.request;
         let apart = self.has_prefill() || error == RouteError::NoPrefill;
-        let role = if apart { Role::Decode } else { Role::Aggregated };
+        let role = if apart {
+            Role::Decode
+        } else {
+            Role::Aggregated
+        };
         let prefill = apart.then(|| self.unchosen(&for_prefill(request)));
-        prefill.into_iter().chain([self.unchosen(&Constraints { role, ..request.constraints.clone() })]).collect()
+        prefill
+            .into_iter()
+            .chain([self.unchosen(&Constraints {
+                role,
+                ..request.constraints.clone()
+            })])
+            .collect()
     }
 
     /// A phase for which nobody was chosen.
@@ -101,13 +125,20 @@ impl<'f> Telling<'_, 'f> {
     /// Everybody, without a cost.
     fn judge(&self, constraints: &Constraints) -> Vec<Judged> {
         let verdicts = excluded(&self.seen.members, constraints, &self.seen.standings);
-        verdicts.into_iter().enumerate().map(|(at, verdict)| self.judged(at, verdict)).collect()
+        verdicts
+            .into_iter()
+            .enumerate()
+            .map(|(at, verdict)| self.judged(at, verdict))
+            .collect()
     }
 
     /// One member that is given no cost.
     fn judged(&self, at: usize, verdict: Option<Excluded<'_>>) -> Judged {
         let (member, load) = (self.seen.members[at], self.seen.loads[at]);
-        let gone = || load.is_none().then(|| "it has just left the fleet".to_owned());
+        let gone = || {
+            load.is_none()
+                .then(|| "it has just left the fleet".to_owned())
+        };
         let (load, additional) = load.unwrap_or_default();
         let prompt_tokens = self.prepared.request.prompt.tokens();
         let required = Question::new(prompt_tokens, member.worker.block_size).required_blocks();
@@ -129,7 +160,12 @@ impl<'f> Telling<'_, 'f> {
 
     fn has_prefill(&self) -> bool {
         let request = &self.prepared.request;
-        request.has_prompt() && self.seen.members.iter().any(|member| member.worker.role == Role::Prefill)
+        request.has_prompt()
+            && self
+                .seen
+                .members
+                .iter()
+                .any(|member| member.worker.role == Role::Prefill)
     }
 }
 
@@ -148,7 +184,11 @@ pub(super) fn unrouted(
         mode: Mode::Passthrough,
         reason: Some(error.reason()),
         prompt_tokens: prompt.tokens(),
-        prompt_blocks: prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
+        prompt_blocks: prompt
+            .blocks()
+            .iter()
+            .map(|hashes| hashes.len() as u64)
+            .sum(),
         block_size,
         computed_by: None,
         weights: prepared.weights,

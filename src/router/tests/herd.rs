@@ -18,10 +18,15 @@ fn stampede(router: &Router, threads: usize) -> (Vec<WorkerRank>, Vec<WorkerRank
             }
         };
         let running: Vec<_> = (0..threads).map(|at| scope.spawn(route(at))).collect();
-        running.into_iter().map(|thread| thread.join().unwrap()).collect()
+        running
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
     });
     let decode = booked.iter().map(|booked| booked.route.to.rank);
-    let prefill = booked.iter().filter_map(|booked| Some(booked.route.prefill()?.to.rank));
+    let prefill = booked
+        .iter()
+        .filter_map(|booked| Some(booked.route.prefill()?.to.rank));
     (sorted(decode), sorted(prefill))
 }
 
@@ -32,7 +37,11 @@ fn sorted(ranks: impl Iterator<Item = WorkerRank>) -> Vec<WorkerRank> {
 }
 
 fn each(ids: std::ops::Range<u64>) -> Vec<WorkerRank> {
-    ids.map(|id| WorkerRank { worker: WorkerId(id), rank: crate::worker::DpRank(0) }).collect()
+    ids.map(|id| WorkerRank {
+        worker: WorkerId(id),
+        rank: crate::worker::DpRank(0),
+    })
+    .collect()
 }
 
 #[test]
@@ -43,20 +52,42 @@ fn of_as_many_idle_workers_as_simultaneous_requests_each_gets_exactly_one() {
             let (chosen, _) = stampede(&router, workers as usize);
             assert_eq!(chosen, each(0..workers), "round {round}");
         }
-        assert!(router.load().snapshot().iter().all(|load| load.active_requests == 0));
+        assert!(
+            router
+                .load()
+                .snapshot()
+                .iter()
+                .all(|load| load.active_requests == 0)
+        );
     }
 }
 
 #[test]
 fn both_phases_are_booked_in_one_step() {
     let workers = || {
-        let prefill = (0..8).map(|id| Worker { role: Role::Prefill, ..worker(id) });
-        prefill.chain((8..16).map(|id| Worker { role: Role::Decode, ..worker(id) }))
+        let prefill = (0..8).map(|id| Worker {
+            role: Role::Prefill,
+            ..worker(id)
+        });
+        prefill.chain((8..16).map(|id| Worker {
+            role: Role::Decode,
+            ..worker(id)
+        }))
     };
     let router = router_of(workers(), RouterSettings::default());
     for round in 0..100 {
         let (decode, prefill) = stampede(&router, 8);
-        assert_eq!((prefill, decode), (each(0..8), each(8..16)), "round {round}");
+        assert_eq!(
+            (prefill, decode),
+            (each(0..8), each(8..16)),
+            "round {round}"
+        );
     }
-    assert!(router.load().snapshot().iter().all(|load| load.active_requests == 0));
+    assert!(
+        router
+            .load()
+            .snapshot()
+            .iter()
+            .all(|load| load.active_requests == 0)
+    );
 }

@@ -6,12 +6,28 @@ use crate::worker::DpRank;
 
 /// Holds block 0 on the device, 1 and 2 in host memory and 3 on disk.
 fn tiered(router: &Router) -> RankWriter {
-    let rank = WorkerRank { worker: WorkerId(2), rank: DpRank(0) };
+    let rank = WorkerRank {
+        worker: WorkerId(2),
+        rank: DpRank(0),
+    };
     let mut writer = router.index().join(router.fleet().slot(rank).unwrap());
-    for (tier, range) in [(Tier::Device, 0..1), (Tier::HostPinned, 1..3), (Tier::Disk, 3..4_u64)] {
+    for (tier, range) in [
+        (Tier::Device, 0..1),
+        (Tier::HostPinned, 1..3),
+        (Tier::Disk, 3..4_u64),
+    ] {
         let parent = range.start.checked_sub(1).map(EngineHash);
-        let blocks = range.map(|at| StoredBlock { engine: EngineHash(at), local: LocalHash(at) }).collect();
-        writer.apply(&KvEvent::Stored { parent, blocks, tier });
+        let blocks = range
+            .map(|at| StoredBlock {
+                engine: EngineHash(at),
+                local: LocalHash(at),
+            })
+            .collect();
+        writer.apply(&KvEvent::Stored {
+            parent,
+            blocks,
+            tier,
+        });
     }
     writer
 }
@@ -21,20 +37,58 @@ fn a_survey_tells_every_tier_and_costs_as_the_next_decision_does() {
     let router = router_of([worker(1), worker(2)], RouterSettings::default());
     let _writer = tiered(&router);
     // 33 tokens in blocks of 4; the shared cache holds blocks 0 to 5.
-    let asked = || RouteRequest { shared: SharedBlocks::Held(vec![0..2, 3..6]), ..request(&[(0..8).collect()]) };
+    let asked = || RouteRequest {
+        shared: SharedBlocks::Held(vec![0..2, 3..6]),
+        ..request(&[(0..8).collect()])
+    };
     let live = router.route(request(&[(0..2).collect()])).unwrap();
-    assert_eq!(live.route.to.rank.worker, WorkerId(2), "it holds both blocks");
+    assert_eq!(
+        live.route.to.rank.worker,
+        WorkerId(2),
+        "it holds both blocks"
+    );
     let surveyed = router.survey(asked()).unwrap();
-    let [cold, warm] = &surveyed[..] else { panic!("{surveyed:?}") };
-    assert_eq!(warm.overlap, TierBlocks { device: 1, host: 2, disk: 1, external: 0 });
-    assert_eq!((cold.overlap, cold.shared_beyond_device), (TierBlocks::default(), 5));
-    assert_eq!((warm.shared_beyond_device, warm.effective_blocks), (4, 1.0 + 2.0 * 0.75 + 0.25));
+    let [cold, warm] = &surveyed[..] else {
+        panic!("{surveyed:?}")
+    };
+    assert_eq!(
+        warm.overlap,
+        TierBlocks {
+            device: 1,
+            host: 2,
+            disk: 1,
+            external: 0
+        }
+    );
+    assert_eq!(
+        (cold.overlap, cold.shared_beyond_device),
+        (TierBlocks::default(), 5)
+    );
+    assert_eq!(
+        (warm.shared_beyond_device, warm.effective_blocks),
+        (4, 1.0 + 2.0 * 0.75 + 0.25)
+    );
     // One token of the live request is still to be computed, and its two blocks are among these eight.
-    assert_eq!((warm.load.active_prefill_tokens, warm.potential_prefill_tokens), (1, 1 + 33 - 16));
-    assert_eq!((warm.load.active_blocks, warm.potential_decode_blocks), (2, 8));
-    assert_eq!((cold.potential_prefill_tokens, cold.potential_decode_blocks), (33, 8));
+    assert_eq!(
+        (
+            warm.load.active_prefill_tokens,
+            warm.potential_prefill_tokens
+        ),
+        (1, 1 + 33 - 16)
+    );
+    assert_eq!(
+        (warm.load.active_blocks, warm.potential_decode_blocks),
+        (2, 8)
+    );
+    assert_eq!(
+        (cold.potential_prefill_tokens, cold.potential_decode_blocks),
+        (33, 8)
+    );
     let next = router.route(asked()).unwrap();
-    let same = surveyed.iter().find(|surveyed| surveyed.rank == next.route.to.rank).unwrap();
+    let same = surveyed
+        .iter()
+        .find(|surveyed| surveyed.rank == next.route.to.rank)
+        .unwrap();
     assert_eq!(same.cost, next.route.choice.cost);
 }
 
@@ -44,11 +98,26 @@ fn what_others_routed_is_booked_as_if_it_had_been_routed_here() {
     let _writer = tiered(&router);
     let asked = || request(&[(0..8).collect()]);
     let ours = router.route(asked()).unwrap();
-    let foreign = router.foreign(asked(), ours.route.to.rank, Elsewhere::default()).unwrap();
+    let foreign = router
+        .foreign(asked(), ours.route.to.rank, Elsewhere::default())
+        .unwrap();
     assert_eq!(Some(&foreign.booking), ours.reservation.bookings().next());
-    let told = Elsewhere { prefilled: true, cached_tokens: Some(3) };
+    let told = Elsewhere {
+        prefilled: true,
+        cached_tokens: Some(3),
+    };
     let foreign = router.foreign(asked(), ours.route.to.rank, told).unwrap();
-    assert_eq!((foreign.booking.track_prefill, foreign.booking.cached_tokens), (false, 3));
-    let unknown = WorkerRank { worker: WorkerId(9), rank: DpRank(0) };
-    assert!(router.foreign(asked(), unknown, Elsewhere::default()).is_none());
+    assert_eq!(
+        (foreign.booking.track_prefill, foreign.booking.cached_tokens),
+        (false, 3)
+    );
+    let unknown = WorkerRank {
+        worker: WorkerId(9),
+        rank: DpRank(0),
+    };
+    assert!(
+        router
+            .foreign(asked(), unknown, Elsewhere::default())
+            .is_none()
+    );
 }

@@ -6,19 +6,31 @@ use super::*;
 use crate::block::Salt;
 use crate::predict::{Policy, Predictor, Ttl};
 
-const TTL: Ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1 << 20 };
+const TTL: Ttl = Ttl {
+    ttl: Duration::from_secs(120),
+    most_blocks_per_rank: 1 << 20,
+};
 
 /// A router to workers whose caches are predicted by a policy.
 fn predicting(policy: Policy, workers: impl IntoIterator<Item = Worker>) -> Router {
     let router = router_of(workers, RouterSettings::default());
     let without_events = Some(Predictor::new(policy, Instant::now));
-    let router = router.predicting(Predictions { without_events, ..Predictions::default() });
-    router.fleet().members().for_each(|member| router.predictions().open(member));
+    let router = router.predicting(Predictions {
+        without_events,
+        ..Predictions::default()
+    });
+    router
+        .fleet()
+        .members()
+        .for_each(|member| router.predictions().open(member));
     router
 }
 
 fn with_capacity(total_kv_blocks: Option<u64>) -> Worker {
-    let mut worker = Worker { block_size: BlockSize::new(16).unwrap(), ..worker(1) };
+    let mut worker = Worker {
+        block_size: BlockSize::new(16).unwrap(),
+        ..worker(1)
+    };
     worker.capacity.total_kv_blocks = total_kv_blocks;
     worker
 }
@@ -31,7 +43,13 @@ fn tokens(from: u32, count: u32) -> RouteRequest {
 
 fn answer(router: &Router, request: RouteRequest, status: u16) {
     let mut booked = router.route(request).unwrap();
-    router.answered(&mut booked, Answer { status, from: AnswerFrom::Chosen });
+    router.answered(
+        &mut booked,
+        Answer {
+            status,
+            from: AnswerFrom::Chosen,
+        },
+    );
 }
 
 fn cached(router: &Router, request: RouteRequest) -> u64 {
@@ -40,7 +58,10 @@ fn cached(router: &Router, request: RouteRequest) -> u64 {
 
 #[test]
 fn refused_prompt_neither_stays_nor_evicts_others() {
-    let lru = Policy::Lru { default_blocks: None, fallback: TTL };
+    let lru = Policy::Lru {
+        default_blocks: None,
+        fallback: TTL,
+    };
     let cases = [
         // A prompt that fits, and prompts that exceed what the rank can hold.
         ("lru, fits", lru, Some(30_000), 400_000),
@@ -60,23 +81,51 @@ fn refused_prompt_neither_stays_nor_evicts_others() {
         assert_eq!(cached(&router, victim()), 7_984, "{case}");
         for status in [400, 500, 503, 302] {
             answer(&router, refused(), status);
-            assert_eq!((cached(&router, victim()), cached(&router, refused())), (7_984, 0), "{case}: {status}");
+            assert_eq!(
+                (cached(&router, victim()), cached(&router, refused())),
+                (7_984, 0),
+                "{case}: {status}"
+            );
         }
         drop(router.route(refused()).unwrap());
-        assert_eq!((cached(&router, victim()), cached(&router, refused())), (7_984, 0), "{case}: the client left");
-        assert_eq!(published.load(Ordering::Relaxed), 1, "{case}: only the accepted prompt");
+        assert_eq!(
+            (cached(&router, victim()), cached(&router, refused())),
+            (7_984, 0),
+            "{case}: the client left"
+        );
+        assert_eq!(
+            published.load(Ordering::Relaxed),
+            1,
+            "{case}: only the accepted prompt"
+        );
     }
 }
 
 #[test]
 fn prompt_in_flight_counts_for_concurrent_requests() {
-    for policy in [Policy::Lru { default_blocks: Some(1000), fallback: TTL }, Policy::Ttl(TTL)] {
+    for policy in [
+        Policy::Lru {
+            default_blocks: Some(1000),
+            fallback: TTL,
+        },
+        Policy::Ttl(TTL),
+    ] {
         let router = predicting(policy, [with_capacity(None)]);
         let mut first = router.route(tokens(0, 800)).unwrap();
         let second = router.route(tokens(0, 800)).unwrap();
         assert_eq!(second.route.predicted_cached_tokens, 784);
-        router.answered(&mut first, Answer { status: 400, from: AnswerFrom::Chosen });
-        assert_eq!(cached(&router, tokens(0, 800)), 784, "the second request is still in flight");
+        router.answered(
+            &mut first,
+            Answer {
+                status: 400,
+                from: AnswerFrom::Chosen,
+            },
+        );
+        assert_eq!(
+            cached(&router, tokens(0, 800)),
+            784,
+            "the second request is still in flight"
+        );
         drop((first, second));
         assert_eq!(cached(&router, tokens(0, 800)), 0);
     }

@@ -7,13 +7,32 @@ use crate::health::HealthRules;
 use crate::schedule::{Ineligible, Thresholds};
 use crate::worker::DpRank;
 
-const OK: Answer = Answer { status: 200, from: AnswerFrom::Chosen };
-const BUSY: Answer = Answer { status: 503, from: AnswerFrom::Chosen };
-const DEAD: Answer = Answer { status: 503, from: AnswerFrom::Gateway };
+const OK: Answer = Answer {
+    status: 200,
+    from: AnswerFrom::Chosen,
+};
+const BUSY: Answer = Answer {
+    status: 503,
+    from: AnswerFrom::Chosen,
+};
+const DEAD: Answer = Answer {
+    status: 503,
+    from: AnswerFrom::Gateway,
+};
 
 fn ids(router: &Router, times: u64) -> Vec<u64> {
-    let mut ids: Vec<u64> =
-        (0..times).map(|at| router.route(request(&[vec![at]])).unwrap().route.to.rank.worker.0).collect();
+    let mut ids: Vec<u64> = (0..times)
+        .map(|at| {
+            router
+                .route(request(&[vec![at]]))
+                .unwrap()
+                .route
+                .to
+                .rank
+                .worker
+                .0
+        })
+        .collect();
     ids.sort_unstable();
     ids.dedup();
     ids
@@ -37,8 +56,17 @@ fn a_worker_that_says_it_is_overloaded_is_left_alone_for_a_while() {
 
 #[test]
 fn when_all_are_overloaded_the_operator_decides() {
-    for (when_all_overloaded, rejected) in [(WhenOverloaded::Route, false), (WhenOverloaded::Reject, true)] {
-        let router = router_of([worker(1)], RouterSettings { when_all_overloaded, ..RouterSettings::default() });
+    for (when_all_overloaded, rejected) in [
+        (WhenOverloaded::Route, false),
+        (WhenOverloaded::Reject, true),
+    ] {
+        let router = router_of(
+            [worker(1)],
+            RouterSettings {
+                when_all_overloaded,
+                ..RouterSettings::default()
+            },
+        );
         router.answered(&mut booked_at(&router, 1), BUSY);
         let routed = router.route(request(&[vec![1]]));
         let expected = RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded);
@@ -52,20 +80,33 @@ fn who_gives_way_is_refused_where_all_are_overloaded_whatever_the_operator_says(
     let of_priority = |strict| {
         let mut request = request(&[vec![1]]);
         request.priority.strict = strict;
-        router.route(request).map(|booked| booked.route.to.rank.worker.0)
+        router
+            .route(request)
+            .map(|booked| booked.route.to.rank.worker.0)
     };
     router.answered(&mut booked_at(&router, 1), BUSY);
     assert_eq!(of_priority(-1), Ok(2));
     router.answered(&mut booked_at(&router, 2), BUSY);
-    let refused = Err(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded));
+    let refused = Err(RouteError::Overloaded(
+        Ineligible::AllEligibleWorkersOverloaded,
+    ));
     assert_eq!(of_priority(-1), refused);
     assert!(of_priority(0).is_ok() && of_priority(1).is_ok());
 }
 
 #[test]
 fn a_worker_above_its_threshold_is_not_chosen_until_it_is_below() {
-    let overload = Thresholds { prefill_tokens: Some(40), ..Thresholds::default() };
-    let router = router_of([worker(1), worker(2)], RouterSettings { overload, ..RouterSettings::default() });
+    let overload = Thresholds {
+        prefill_tokens: Some(40),
+        ..Thresholds::default()
+    };
+    let router = router_of(
+        [worker(1), worker(2)],
+        RouterSettings {
+            overload,
+            ..RouterSettings::default()
+        },
+    );
     let mut long = request(&[(0..10).collect()]);
     long.constraints.allowed = Some([WorkerId(1)].into());
     let held = router.route(long).unwrap();
@@ -77,8 +118,19 @@ fn a_worker_above_its_threshold_is_not_chosen_until_it_is_below() {
 #[test]
 fn a_worker_that_does_not_answer_is_taken_out_tried_once_and_comes_back() {
     let clock = Clock::default();
-    let health = HealthRules { failures: 3, first: Duration::from_secs(1), most: Duration::from_secs(60) };
-    let router = clocked([worker(1), worker(2)], RouterSettings { health, ..RouterSettings::default() }, &clock);
+    let health = HealthRules {
+        failures: 3,
+        first: Duration::from_secs(1),
+        most: Duration::from_secs(60),
+    };
+    let router = clocked(
+        [worker(1), worker(2)],
+        RouterSettings {
+            health,
+            ..RouterSettings::default()
+        },
+        &clock,
+    );
     for _ in 0..3 {
         router.answered(&mut booked_at(&router, 1), DEAD);
     }
@@ -104,7 +156,12 @@ fn held_until(router: &Router, worker: WorkerId) -> Booked {
     let mut held = Vec::new();
     for at in 0..50 {
         let booked = router.route(request(&[vec![1000 + at]])).unwrap();
-        if booked.route.to.rank == (WorkerRank { worker, rank: DpRank(0) }) {
+        if booked.route.to.rank
+            == (WorkerRank {
+                worker,
+                rank: DpRank(0),
+            })
+        {
             return booked;
         }
         held.push(booked);
@@ -127,6 +184,12 @@ fn when_nobody_is_healthy_everybody_is_tried() {
 #[test]
 fn another_worker_that_says_it_is_overloaded_is_left_alone_too() {
     let router = router_of([worker(1), worker(2), worker(3)], RouterSettings::default());
-    router.answered(&mut booked_at(&router, 1), Answer { status: 429, from: AnswerFrom::Other(WorkerId(2)) });
+    router.answered(
+        &mut booked_at(&router, 1),
+        Answer {
+            status: 429,
+            from: AnswerFrom::Other(WorkerId(2)),
+        },
+    );
     assert_eq!(ids(&router, 50), [1, 3]);
 }

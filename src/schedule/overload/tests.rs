@@ -10,7 +10,10 @@ const SECOND: Duration = Duration::from_secs(1);
 
 fn fleet(ranks: &[u32], capacity: Capacity) -> Fleet {
     let worker = |(id, ranks): (usize, &u32)| Worker {
-        ranks: Ranks { start: 0, size: NonZeroU32::new(*ranks).unwrap() },
+        ranks: Ranks {
+            start: 0,
+            size: NonZeroU32::new(*ranks).unwrap(),
+        },
         capacity,
         ..Worker::new(
             WorkerId(id as u64),
@@ -19,24 +22,51 @@ fn fleet(ranks: &[u32], capacity: Capacity) -> Fleet {
             BlockSize::new(16).unwrap(),
         )
     };
-    Fleet::empty().reconcile(ranks.iter().enumerate().map(worker).collect()).fleet
+    Fleet::empty()
+        .reconcile(ranks.iter().enumerate().map(worker).collect())
+        .fleet
 }
 
 fn known() -> Capacity {
-    Capacity { max_num_batched_tokens: Some(1000), total_kv_blocks: Some(100) }
+    Capacity {
+        max_num_batched_tokens: Some(1000),
+        total_kv_blocks: Some(100),
+    }
 }
 
-fn ids(overload: &Overload, fleet: &Fleet, now: Instant, occupancy: impl Fn(&Member) -> Occupancy) -> Vec<u64> {
+fn ids(
+    overload: &Overload,
+    fleet: &Fleet,
+    now: Instant,
+    occupancy: impl Fn(&Member) -> Occupancy,
+) -> Vec<u64> {
     let members: Vec<_> = fleet.members().collect();
-    overload.overloaded(&members, now, occupancy).workers().iter().map(|worker| worker.0).collect()
+    overload
+        .overloaded(&members, now, occupancy)
+        .workers()
+        .iter()
+        .map(|worker| worker.0)
+        .collect()
 }
 
 fn blocks(active_blocks: u64) -> Occupancy {
-    Occupancy { load: Load { active_blocks, ..Load::default() }, reported_usage: None }
+    Occupancy {
+        load: Load {
+            active_blocks,
+            ..Load::default()
+        },
+        reported_usage: None,
+    }
 }
 
 fn prefill(active_prefill_tokens: u64) -> Occupancy {
-    Occupancy { load: Load { active_prefill_tokens, ..Load::default() }, reported_usage: None }
+    Occupancy {
+        load: Load {
+            active_prefill_tokens,
+            ..Load::default()
+        },
+        reported_usage: None,
+    }
 }
 
 #[test]
@@ -46,7 +76,10 @@ fn without_thresholds_no_load_is_asked_for() {
     let fleet = fleet(&[1, 1], known());
     assert!(ids(&overload, &fleet, now, |_| panic!("asked for a load")).is_empty());
     overload.mark(WorkerId(1), now);
-    assert_eq!(ids(&overload, &fleet, now, |_| panic!("asked for a load")), [1]);
+    assert_eq!(
+        ids(&overload, &fleet, now, |_| panic!("asked for a load")),
+        [1]
+    );
 }
 
 #[test]
@@ -66,22 +99,41 @@ fn a_mark_ends_by_itself_and_lasts_from_the_last_refusal() {
 
 #[test]
 fn workers_that_left_are_forgotten() {
-    let overload = Overload::new(Thresholds { decode_blocks: Some(0.5), ..Thresholds::default() });
+    let overload = Overload::new(Thresholds {
+        decode_blocks: Some(0.5),
+        ..Thresholds::default()
+    });
     let (now, fleet) = (Instant::now(), fleet(&[1, 1], known()));
     overload.mark(WorkerId(0), now);
     assert_eq!(ids(&overload, &fleet, now, |_| blocks(51)), [0, 1]);
     overload.retain(|worker| worker == WorkerId(1));
-    assert_eq!(ids(&overload, &fleet, now, |_| blocks(50)), [1], "the mark and the latch of 0 are gone");
+    assert_eq!(
+        ids(&overload, &fleet, now, |_| blocks(50)),
+        [1],
+        "the mark and the latch of 0 are gone"
+    );
 }
 
 #[test]
 fn each_threshold_has_its_own_measure_and_none_is_reached_by_equality() {
     let of = |thresholds: Thresholds, capacity, occupancy: Occupancy| {
-        !ids(&Overload::new(thresholds), &fleet(&[1], capacity), Instant::now(), |_| occupancy).is_empty()
+        !ids(
+            &Overload::new(thresholds),
+            &fleet(&[1], capacity),
+            Instant::now(),
+            |_| occupancy,
+        )
+        .is_empty()
     };
-    let decode = Thresholds { decode_blocks: Some(0.5), ..Thresholds::default() };
+    let decode = Thresholds {
+        decode_blocks: Some(0.5),
+        ..Thresholds::default()
+    };
     let unknown = Capacity::default();
-    let reported = |usage| Occupancy { reported_usage: Some(usage), ..blocks(0) };
+    let reported = |usage| Occupancy {
+        reported_usage: Some(usage),
+        ..blocks(0)
+    };
     for (capacity, occupancy, expected) in [
         (known(), blocks(50), false),
         (known(), blocks(51), true),
@@ -91,20 +143,57 @@ fn each_threshold_has_its_own_measure_and_none_is_reached_by_equality() {
         (known(), reported(0.49), false),
         (known(), reported(f64::NAN), false),
     ] {
-        assert_eq!(of(decode, capacity, occupancy), expected, "{capacity:?} {occupancy:?}");
+        assert_eq!(
+            of(decode, capacity, occupancy),
+            expected,
+            "{capacity:?} {occupancy:?}"
+        );
     }
-    let tokens = Thresholds { prefill_tokens: Some(100), ..Thresholds::default() };
-    assert_eq!((of(tokens, known(), prefill(100)), of(tokens, known(), prefill(101))), (false, true));
-    let fraction = Thresholds { prefill_tokens_fraction: Some(0.5), ..Thresholds::default() };
-    assert_eq!((of(fraction, known(), prefill(500)), of(fraction, known(), prefill(501))), (false, true));
-    assert_eq!((of(fraction, unknown, prefill(5_000_000)), of(fraction, unknown, prefill(5_000_001))), (false, true));
+    let tokens = Thresholds {
+        prefill_tokens: Some(100),
+        ..Thresholds::default()
+    };
+    assert_eq!(
+        (
+            of(tokens, known(), prefill(100)),
+            of(tokens, known(), prefill(101))
+        ),
+        (false, true)
+    );
+    let fraction = Thresholds {
+        prefill_tokens_fraction: Some(0.5),
+        ..Thresholds::default()
+    };
+    assert_eq!(
+        (
+            of(fraction, known(), prefill(500)),
+            of(fraction, known(), prefill(501))
+        ),
+        (false, true)
+    );
+    assert_eq!(
+        (
+            of(fraction, unknown, prefill(5_000_000)),
+            of(fraction, unknown, prefill(5_000_001))
+        ),
+        (false, true)
+    );
 }
 
 #[test]
 fn thresholds_outside_their_range_are_refused_by_name() {
-    let decode = Thresholds { decode_blocks: Some(1.1), ..Thresholds::default() };
-    let fraction = Thresholds { prefill_tokens_fraction: Some(-0.1), ..Thresholds::default() };
-    for (name, thresholds) in [("decode_blocks", decode), ("prefill_tokens_fraction", fraction)] {
+    let decode = Thresholds {
+        decode_blocks: Some(1.1),
+        ..Thresholds::default()
+    };
+    let fraction = Thresholds {
+        prefill_tokens_fraction: Some(-0.1),
+        ..Thresholds::default()
+    };
+    for (name, thresholds) in [
+        ("decode_blocks", decode),
+        ("prefill_tokens_fraction", fraction),
+    ] {
         assert_eq!(thresholds.validate().unwrap_err().0, name);
     }
     assert_eq!(Thresholds::default().validate(), Ok(()));

@@ -15,7 +15,13 @@ fn defined(
     rng: &mut StdRng,
 ) -> Option<(usize, usize)> {
     let costs = costs(question, candidates, weights);
-    let totals = costs.iter().map(|cost| if cost.total.is_nan() { f64::INFINITY } else { cost.total });
+    let totals = costs.iter().map(|cost| {
+        if cost.total.is_nan() {
+            f64::INFINITY
+        } else {
+            cost.total
+        }
+    });
     let mut best: Option<(usize, f64, usize)> = None;
     for (index, total) in totals.enumerate() {
         best = match best {
@@ -36,13 +42,32 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
     let overlap = (cached(), cached(), cached(), cached());
     let preference = prop_oneof![4 => Just(0.0), 1 => Just(0.5), 1 => -2.0..2.0];
     let load = (few(4), few(64), few(3));
-    vec((overlap, load, few(4), preference, prop_oneof![Just(1.0), Just(0.5), Just(0.0)]), 0..12).prop_map(|facts| {
+    vec(
+        (
+            overlap,
+            load,
+            few(4),
+            preference,
+            prop_oneof![Just(1.0), Just(0.5), Just(0.0)],
+        ),
+        0..12,
+    )
+    .prop_map(|facts| {
         let candidate = |(overlap, load, additional_blocks, preference, trust_credit)| {
             let (device, host, disk, external) = overlap;
             let (active_blocks, active_prefill_tokens, active_requests) = load;
             Candidate {
-                overlap: TierBlocks { device, host, disk, external },
-                load: Load { active_blocks, active_prefill_tokens, active_requests },
+                overlap: TierBlocks {
+                    device,
+                    host,
+                    disk,
+                    external,
+                },
+                load: Load {
+                    active_blocks,
+                    active_prefill_tokens,
+                    active_requests,
+                },
                 additional_blocks,
                 preference,
                 trust_credit,
@@ -70,16 +95,27 @@ fn weights() -> impl Strategy<Value = Weights> {
 }
 
 fn questions() -> impl Strategy<Value = Question> {
-    let tokens = prop_oneof![0..300_u64, 0..200_000_u64, Just(u64::MAX), Just((1 << 53) + 1)];
+    let tokens = prop_oneof![
+        0..300_u64,
+        0..200_000_u64,
+        Just(u64::MAX),
+        Just((1 << 53) + 1)
+    ];
     let size = prop_oneof![Just(16), Just(1), Just(3), Just(100), Just(64)];
-    let role = prop_oneof![Just(Role::Aggregated), Just(Role::Decode), Just(Role::Prefill)];
+    let role = prop_oneof![
+        Just(Role::Aggregated),
+        Just(Role::Decode),
+        Just(Role::Prefill)
+    ];
     let shared = prop_oneof![3 => Just(Vec::new()), 1 => Just(vec![0..3, 5..900])];
-    (tokens, size, role, any::<bool>(), shared).prop_map(|(tokens, size, role, track_prefill, shared)| Question {
-        role,
-        track_prefill,
-        shared,
-        ..Question::new(tokens, BlockSize::new(size).unwrap())
-    })
+    (tokens, size, role, any::<bool>(), shared).prop_map(
+        |(tokens, size, role, track_prefill, shared)| Question {
+            role,
+            track_prefill,
+            shared,
+            ..Question::new(tokens, BlockSize::new(size).unwrap())
+        },
+    )
 }
 
 proptest! {

@@ -73,9 +73,18 @@ struct Model {
 
 impl Model {
     fn end(&mut self, of: impl Fn(&Session) -> bool) {
-        let ended: Vec<usize> = self.sessions.iter().filter(|(_, session)| of(session)).map(|(id, _)| *id).collect();
+        let ended: Vec<usize> = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| of(session))
+            .map(|(id, _)| *id)
+            .collect();
         for id in ended {
-            if let Some(Session { bond: Bond::Bound(worker), .. }) = self.sessions.remove(&id) {
+            if let Some(Session {
+                bond: Bond::Bound(worker),
+                ..
+            }) = self.sessions.remove(&id)
+            {
                 self.ended.push((id, worker));
             }
         }
@@ -88,8 +97,14 @@ impl Model {
     }
 
     fn evict(&mut self) -> bool {
-        let idle = |session: &&Session| session.running == 0 && matches!(session.bond, Bond::Bound(_));
-        let oldest = self.sessions.values().filter(idle).map(|session| (session.last, session.number)).min();
+        let idle =
+            |session: &&Session| session.running == 0 && matches!(session.bond, Bond::Bound(_));
+        let oldest = self
+            .sessions
+            .values()
+            .filter(idle)
+            .map(|session| (session.last, session.number))
+            .min();
         self.end(|session| Some(session.number) == oldest.map(|(_, number)| number));
         oldest.is_some()
     }
@@ -103,7 +118,16 @@ impl Model {
             }
             self.numbers += 1;
             let (number, last) = (self.numbers, self.now);
-            self.sessions.insert(id, Session { number, bond: Bond::Deciding, running: 0, last, ending: false });
+            self.sessions.insert(
+                id,
+                Session {
+                    number,
+                    bond: Bond::Deciding,
+                    running: 0,
+                    last,
+                    ending: false,
+                },
+            );
             return Expected::First;
         };
         match session.bond {
@@ -122,7 +146,9 @@ impl Model {
     }
 
     fn of(&mut self, id: usize) -> &mut Session {
-        self.sessions.get_mut(&id).expect("whoever holds a session keeps it")
+        self.sessions
+            .get_mut(&id)
+            .expect("whoever holds a session keeps it")
     }
 
     fn release(&mut self, id: usize) {
@@ -180,12 +206,25 @@ impl Life {
     fn new() -> Self {
         let (sessions, hands) = sessions(MOST);
         let model = Model::default();
-        Self { sessions, hands, model, there: BTreeMap::new(), holds: vec![], bindings: vec![], waiting: vec![] }
+        Self {
+            sessions,
+            hands,
+            model,
+            there: BTreeMap::new(),
+            holds: vec![],
+            bindings: vec![],
+            waiting: vec![],
+        }
     }
 
     fn enter(&self, id: usize) -> Result<Entry, Refused> {
         let parent = (IDS[id] == "p").then_some("p");
-        self.sessions.enter(SessionName { id: IDS[id], parent, model: None, tenant: None })
+        self.sessions.enter(SessionName {
+            id: IDS[id],
+            parent,
+            model: None,
+            tenant: None,
+        })
     }
 
     /// Keeps what was given out, after a look whether it is what the model says.
@@ -274,7 +313,10 @@ impl Life {
 
     /// Notes that all who wait for a session must have been woken.
     fn wake(&mut self, id: usize) {
-        self.waiting.iter_mut().filter(|(of, ..)| *of == id).for_each(|(.., woken)| *woken = true);
+        self.waiting
+            .iter_mut()
+            .filter(|(of, ..)| *of == id)
+            .for_each(|(.., woken)| *woken = true);
     }
 
     /// Takes the ends that are told off the list of the model; whoever leaves has come before, and has left before he
@@ -282,27 +324,44 @@ impl Life {
     fn follow(&mut self) {
         self.sessions.expire();
         for moved in self.sessions.moves() {
-            let (Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) | Moved::Inherited(stay)) = &moved;
+            let (Moved::Came(stay)
+            | Moved::Left(stay)
+            | Moved::HandedOver(stay)
+            | Moved::Inherited(stay)) = &moved;
             let id = IDS.iter().position(|id| *id == stay.id).unwrap();
             assert_eq!(stay.group, IDS[id] == "p");
             let here = stay.target.worker.0;
             match moved {
-                Moved::Came(_) => assert_eq!(self.there.insert(id, here), None, "{stay:?} came twice"),
+                Moved::Came(_) => {
+                    assert_eq!(self.there.insert(id, here), None, "{stay:?} came twice")
+                }
                 Moved::Left(_) => {
                     assert_eq!(self.there.remove(&id), Some(here), "{stay:?} was not there");
                     let at = self.model.ended.iter().position(|one| *one == (id, here));
-                    self.model.ended.swap_remove(at.unwrap_or_else(|| panic!("{stay:?} has not ended")));
+                    self.model
+                        .ended
+                        .swap_remove(at.unwrap_or_else(|| panic!("{stay:?} has not ended")));
                 }
-                Moved::HandedOver(_) | Moved::Inherited(_) => panic!("{stay:?}, and there is nobody else"),
+                Moved::HandedOver(_) | Moved::Inherited(_) => {
+                    panic!("{stay:?}, and there is nobody else")
+                }
             }
         }
     }
 
     fn check(&mut self) {
         for (_, _, bell, woken) in &self.waiting {
-            assert!(!woken || bell.0.load(Ordering::Relaxed), "a request waits for ever");
+            assert!(
+                !woken || bell.0.load(Ordering::Relaxed),
+                "a request waits for ever"
+            );
         }
-        let running = self.model.sessions.values().map(|session| session.running).sum();
+        let running = self
+            .model
+            .sessions
+            .values()
+            .map(|session| session.running)
+            .sum();
         assert_eq!(running, self.holds.len());
         self.model.expire();
         self.follow();
@@ -311,8 +370,19 @@ impl Life {
             Bond::Bound(worker) => Some((*id, worker)),
             _ => None,
         };
-        assert!(self.model.sessions.iter().filter_map(bound).eq(self.there.clone()), "bound without a word");
-        let counts = Counts { sessions: self.model.sessions.len(), running, waiting: self.waiting.len() };
+        assert!(
+            self.model
+                .sessions
+                .iter()
+                .filter_map(bound)
+                .eq(self.there.clone()),
+            "bound without a word"
+        );
+        let counts = Counts {
+            sessions: self.model.sessions.len(),
+            running,
+            waiting: self.waiting.len(),
+        };
         assert_eq!(self.sessions.counts(), counts);
     }
 }

@@ -18,22 +18,36 @@ fn talk(routers: &[&Arc<Sessions>]) {
         }
         for (from, words) in words.into_iter().enumerate() {
             for (_, to) in routers.iter().enumerate().filter(|(to, _)| *to != from) {
-                words.iter().for_each(|word| to.take(word.clone(), Use::Now));
+                words
+                    .iter()
+                    .for_each(|word| to.take(word.clone(), Use::Now));
             }
         }
     }
 }
 
 fn stay(target: u64) -> Stay {
-    Stay { id: "a".to_owned(), group: false, tenant: None, target: rank(target), idle: None }
+    Stay {
+        id: "a".to_owned(),
+        group: false,
+        tenant: None,
+        target: rank(target),
+        idle: None,
+    }
 }
 
 #[test]
 fn of_two_who_bind_a_session_to_one_worker_one_sees_to_its_end() {
     let ((a, _), (b, hands)) = (router(1), router(2));
-    let holds = [first(enter(&a, "a")).bind(rank(1)), first(enter(&b, "a")).bind(rank(1))];
+    let holds = [
+        first(enter(&a, "a")).bind(rank(1)),
+        first(enter(&b, "a")).bind(rank(1)),
+    ];
     talk(&[&a, &b]);
-    assert_eq!(a.moves(), [Moved::Came(stay(1)), Moved::HandedOver(stay(1))]);
+    assert_eq!(
+        a.moves(),
+        [Moved::Came(stay(1)), Moved::HandedOver(stay(1))]
+    );
     assert_eq!(b.moves(), [Moved::Came(stay(1))]);
     drop(holds);
     hands.forward(TTL);
@@ -45,7 +59,10 @@ fn of_two_who_bind_a_session_to_one_worker_one_sees_to_its_end() {
 #[test]
 fn of_two_who_bind_a_session_to_two_workers_the_losers_is_left() {
     let ((a, _), (b, _)) = (router(1), router(2));
-    let _holds = [first(enter(&a, "a")).bind(rank(1)), first(enter(&b, "a")).bind(rank(2))];
+    let _holds = [
+        first(enter(&a, "a")).bind(rank(1)),
+        first(enter(&b, "a")).bind(rank(2)),
+    ];
     talk(&[&a, &b]);
     assert_eq!(a.moves(), [Moved::Came(stay(1)), Moved::Left(stay(1))]);
     assert_eq!(bound(enter(&a, "a")).target(), rank(2));
@@ -63,7 +80,10 @@ fn a_decision_that_is_given_up_leaves_what_another_router_has_decided_meanwhile(
     assert!(!bell.rang(), "the decision here comes after that one");
     drop(deciding);
     assert!(bell.rang());
-    assert_eq!(bound(poll(&mut waits, &bell).unwrap().unwrap()).target(), rank(2));
+    assert_eq!(
+        bound(poll(&mut waits, &bell).unwrap().unwrap()).target(),
+        rank(2)
+    );
     drop(waits);
     hands.forward(TTL);
     a.expire();
@@ -76,10 +96,23 @@ fn a_decision_that_is_given_up_leaves_what_another_router_has_decided_meanwhile(
     // It ends where it was bound, or its worker leaves, before the decision is given up.
     for gone in [true, false] {
         let deciding = first(enter(&a, "a"));
-        a.take(Word::Bound { session: key(), target: rank(2), stamp: Stamp { version: 3, by: 2 } }, Use::Now);
+        a.take(
+            Word::Bound {
+                session: key(),
+                target: rank(2),
+                stamp: Stamp { version: 3, by: 2 },
+            },
+            Use::Now,
+        );
         match gone {
             true => a.retain(|worker| worker != WorkerId(2)),
-            false => a.take(Word::Ended { session: key(), stamp: Stamp { version: 3, by: 2 } }, Use::Now),
+            false => a.take(
+                Word::Ended {
+                    session: key(),
+                    stamp: Stamp { version: 3, by: 2 },
+                },
+                Use::Now,
+            ),
         }
         drop(deciding);
         assert_eq!(a.counts(), Counts::default());
@@ -88,7 +121,12 @@ fn a_decision_that_is_given_up_leaves_what_another_router_has_decided_meanwhile(
 }
 
 fn key() -> Arc<SessionKey> {
-    Arc::new(SessionKey { model: None, tenant: None, group: false, id: "a".into() })
+    Arc::new(SessionKey {
+        model: None,
+        tenant: None,
+        group: false,
+        id: "a".into(),
+    })
 }
 
 #[test]
@@ -113,7 +151,10 @@ fn whoever_inherits_sessions_sees_to_their_ends() {
     hands.forward(TTL);
     let mut ends = left(&a);
     ends.sort_by_key(|stay| stay.target);
-    assert_eq!(ends.iter().map(|stay| stay.target).collect::<Vec<_>>(), [rank(1), rank(2)]);
+    assert_eq!(
+        ends.iter().map(|stay| stay.target).collect::<Vec<_>>(),
+        [rank(1), rank(2)]
+    );
 }
 
 #[test]
@@ -138,10 +179,14 @@ fn a_session_that_is_used_elsewhere_is_kept_by_who_has_bound_it_or_comes_anew() 
     talk(&[&a, &b]);
     // A request that takes longer than the session's time: its end is told, too.
     let long = bound(enter(&b, "a"));
-    [&hands_of_a, &hands_of_b].into_iter().for_each(|hands| hands.forward(TTL - 1));
+    [&hands_of_a, &hands_of_b]
+        .into_iter()
+        .for_each(|hands| hands.forward(TTL - 1));
     drop(long);
     talk(&[&a, &b]);
-    [&hands_of_a, &hands_of_b].into_iter().for_each(|hands| hands.forward(TTL - 1));
+    [&hands_of_a, &hands_of_b]
+        .into_iter()
+        .for_each(|hands| hands.forward(TTL - 1));
     assert_eq!(left(&a), []);
     // Forgotten here, and still in use there: it is ours again.
     hands_of_a.forward(1);
@@ -156,7 +201,14 @@ fn where_nobody_follows_the_moves_there_is_nothing_to_inherit() {
     let hands = Hands::new();
     let sessions = Sessions::new(SessionRules::default(), move || hands.now());
     sessions.on_word(1, || ());
-    sessions.take(Word::Bound { session: key(), target: rank(2), stamp: Stamp { version: 1, by: 2 } }, Use::Now);
+    sessions.take(
+        Word::Bound {
+            session: key(),
+            target: rank(2),
+            stamp: Stamp { version: 1, by: 2 },
+        },
+        Use::Now,
+    );
     assert_eq!(sessions.inherit(|_| false), 0);
     assert_eq!(sessions.words(), []);
 }

@@ -24,14 +24,25 @@ impl Bench {
         let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
         issue(&cert, &key);
         let metrics = Arc::new(Metrics::new());
-        let config = TlsConfig { cert_dir: Some(dir.path().to_owned()), ..TlsConfig::default() };
+        let config = TlsConfig {
+            cert_dir: Some(dir.path().to_owned()),
+            ..TlsConfig::default()
+        };
         let acceptor = Acceptor::new("test", &config, Protocol::Grpc, metrics.clone()).unwrap();
         let seen = acceptor.current();
-        Self { dir, acceptor, metrics, seen }
+        Self {
+            dir,
+            acceptor,
+            metrics,
+            seen,
+        }
     }
 
     fn files(&self) -> (PathBuf, PathBuf) {
-        (self.dir.path().join("tls.crt"), self.dir.path().join("tls.key"))
+        (
+            self.dir.path().join("tls.crt"),
+            self.dir.path().join("tls.key"),
+        )
     }
 
     /// Reads again: whether another certificate is in use, and how many reloads were (applied, invalid) so far.
@@ -39,10 +50,17 @@ impl Bench {
         self.acceptor.reload();
         let before = std::mem::replace(&mut self.seen, self.acceptor.current());
         let count = |outcome| {
-            let labels = ListenerOutcomeLabels { listener: "test", outcome };
+            let labels = ListenerOutcomeLabels {
+                listener: "test",
+                outcome,
+            };
             self.metrics.tls_reloads.get_or_create(&labels).get()
         };
-        (!Arc::ptr_eq(&before, &self.seen), count("applied"), count("invalid"))
+        (
+            !Arc::ptr_eq(&before, &self.seen),
+            count("applied"),
+            count("invalid"),
+        )
     }
 }
 
@@ -77,16 +95,30 @@ fn the_end_of_the_certificate_in_use_is_shown() {
     let bench = Bench::start();
     let (cert, key) = bench.files();
     let label = ListenerLabel { listener: "test" };
-    let shown = || bench.metrics.tls_certificate_expires_seconds.get_or_create(&label).get();
+    let shown = || {
+        bench
+            .metrics
+            .tls_certificate_expires_seconds
+            .get_or_create(&label)
+            .get()
+    };
     let pair = rcgen::KeyPair::generate().unwrap();
     let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
     // Beyond 2049 the time is written in another way.
-    for (year, seconds) in [(2030, 1_893_456_000), (2060, 2_840_140_800), (2001, 978_307_200)] {
+    for (year, seconds) in [
+        (2030, 1_893_456_000),
+        (2060, 2_840_140_800),
+        (2001, 978_307_200),
+    ] {
         params.not_after = rcgen::date_time_ymd(year, 1, 1);
         fs::write(&cert, params.self_signed(&pair).unwrap().pem()).unwrap();
         fs::write(&key, pair.serialize_pem()).unwrap();
         bench.acceptor.reload();
-        assert_eq!(shown(), seconds, "{year}; even an expired one is served, because not everybody checks");
+        assert_eq!(
+            shown(),
+            seconds,
+            "{year}; even an expired one is served, because not everybody checks"
+        );
     }
 }
 
@@ -95,8 +127,13 @@ fn our_own_certificate_stays_when_the_client_ca_changes() {
     let dir = tempfile::tempdir().unwrap();
     let ca = dir.path().join("ca.pem");
     issue(&ca, &dir.path().join("ca.key"));
-    let config = TlsConfig { self_signed: true, client_ca: Some(ca.clone()), ..TlsConfig::default() };
-    let acceptor = Acceptor::new("test", &config, Protocol::Grpc, Arc::new(Metrics::new())).unwrap();
+    let config = TlsConfig {
+        self_signed: true,
+        client_ca: Some(ca.clone()),
+        ..TlsConfig::default()
+    };
+    let acceptor =
+        Acceptor::new("test", &config, Protocol::Grpc, Arc::new(Metrics::new())).unwrap();
     assert_eq!(acceptor.files(), std::slice::from_ref(&ca));
     let before = acceptor.current();
     let own = acceptor.own.as_ref().unwrap().expires;

@@ -9,17 +9,30 @@ use crate::xds::config::ClusterConfig;
 fn assignments(of: [u64; 4]) -> Assignments {
     let clusters = ["a", "b", "c", "d"];
     let roles = [Role::Aggregated, Role::Prefill, Role::Decode];
-    let configured =
-        clusters.map(|name| ClusterConfig { name: name.to_owned(), model: Some(name.into()), roles: BTreeSet::new() });
+    let configured = clusters.map(|name| ClusterConfig {
+        name: name.to_owned(),
+        model: Some(name.into()),
+        roles: BTreeSet::new(),
+    });
     let worker = |(name, id): (&str, u64)| {
         let endpoint = format!("10.0.0.1:{}", 8000 + id).parse().unwrap();
         Worker {
             role: roles[id as usize % 3],
-            ..Worker::new(WorkerId(id), endpoint, name.into(), BlockSize::new(16).unwrap())
+            ..Worker::new(
+                WorkerId(id),
+                endpoint,
+                name.into(),
+                BlockSize::new(16).unwrap(),
+            )
         }
     };
     let workers: Vec<Worker> = clusters.into_iter().zip(of).map(worker).collect();
-    Assignments::new(1, std::time::Instant::now(), &configured, &workers.iter().collect::<Vec<_>>())
+    Assignments::new(
+        1,
+        std::time::Instant::now(),
+        &configured,
+        &workers.iter().collect::<Vec<_>>(),
+    )
 }
 
 fn exactly(names: &[&str]) -> Wants {
@@ -28,11 +41,19 @@ fn exactly(names: &[&str]) -> Wants {
 
 fn change(more: &[&str], less: &[&str]) -> Wants {
     let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-    Wants::Change { more: texts(more), less: texts(less), has: BTreeMap::new() }
+    Wants::Change {
+        more: texts(more),
+        less: texts(less),
+        has: BTreeMap::new(),
+    }
 }
 
 fn says(nonce: &str, wants: Wants) -> Heard {
-    Heard { nonce: nonce.to_owned(), refusal: None, wants }
+    Heard {
+        nonce: nonce.to_owned(),
+        refusal: None,
+        wants,
+    }
 }
 
 /// What is told next: its nonce, the clusters, and those that are not known.
@@ -42,24 +63,46 @@ fn told(
     absent: bool,
 ) -> Option<(String, Vec<String>, Vec<String>)> {
     let news = subscription.next(now, absent)?;
-    Some((news.nonce, news.clusters.into_iter().map(|(name, _)| name).collect(), news.absent))
+    Some((
+        news.nonce,
+        news.clusters.into_iter().map(|(name, _)| name).collect(),
+        news.absent,
+    ))
 }
 
 fn news(nonce: &str, clusters: &[&str]) -> Option<(String, Vec<String>, Vec<String>)> {
-    Some((nonce.to_owned(), clusters.iter().map(|name| (*name).to_owned()).collect(), Vec::new()))
+    Some((
+        nonce.to_owned(),
+        clusters.iter().map(|name| (*name).to_owned()).collect(),
+        Vec::new(),
+    ))
 }
 
 #[test]
 fn whoever_asks_is_told_and_then_of_changes_only() {
     let mut subscription = Subscription::default();
     let now = assignments([1, 2, 3, 4]);
-    assert_eq!(told(&mut subscription, &now, false), None, "nothing was asked");
-    assert_eq!(subscription.hear(says("", exactly(&["a", "b"]))), Word::Asks);
+    assert_eq!(
+        told(&mut subscription, &now, false),
+        None,
+        "nothing was asked"
+    );
+    assert_eq!(
+        subscription.hear(says("", exactly(&["a", "b"]))),
+        Word::Asks
+    );
     assert_eq!(told(&mut subscription, &now, false), news("1", &["a", "b"]));
     let later = assignments([1, 5, 3, 4]);
-    assert_eq!(told(&mut subscription, &later, false), None, "the first answer was not heard of yet");
+    assert_eq!(
+        told(&mut subscription, &later, false),
+        None,
+        "the first answer was not heard of yet"
+    );
     assert!(!subscription.is_settled(&now));
-    assert_eq!(subscription.hear(says("1", exactly(&["a", "b"]))), Word::Accepts);
+    assert_eq!(
+        subscription.hear(says("1", exactly(&["a", "b"]))),
+        Word::Accepts
+    );
     assert!(subscription.is_settled(&now) && !subscription.is_settled(&later));
     assert_eq!(told(&mut subscription, &later, false), news("2", &["b"]));
 }
@@ -70,10 +113,16 @@ fn what_was_refused_is_not_told_again_before_it_changes() {
     let now = assignments([1, 2, 3, 4]);
     subscription.hear(says("", exactly(&["a"])));
     assert_eq!(told(&mut subscription, &now, false), news("1", &["a"]));
-    let refusal = Heard { refusal: Some("no".to_owned()), ..says("1", exactly(&["a"])) };
+    let refusal = Heard {
+        refusal: Some("no".to_owned()),
+        ..says("1", exactly(&["a"]))
+    };
     assert_eq!(subscription.hear(refusal), Word::Refuses("no".to_owned()));
     assert_eq!(told(&mut subscription, &now, false), None);
-    assert_eq!(told(&mut subscription, &assignments([7, 2, 3, 4]), false), news("2", &["a"]));
+    assert_eq!(
+        told(&mut subscription, &assignments([7, 2, 3, 4]), false),
+        news("2", &["a"])
+    );
 }
 
 #[test]
@@ -120,9 +169,17 @@ fn whoever_asks_again_for_the_same_is_told_again() {
 fn who_comes_back_is_told_what_it_has_not() {
     let now = assignments([1, 2, 3, 4]);
     let version = |name: &str| now.clusters[name].version.to_string();
-    let has = [("a".to_owned(), version("a")), ("b".to_owned(), "old".to_owned())].into();
+    let has = [
+        ("a".to_owned(), version("a")),
+        ("b".to_owned(), "old".to_owned()),
+    ]
+    .into();
     let mut subscription = Subscription::default();
-    let wants = Wants::Change { more: vec!["a".to_owned(), "b".to_owned()], less: Vec::new(), has };
+    let wants = Wants::Change {
+        more: vec!["a".to_owned(), "b".to_owned()],
+        less: Vec::new(),
+        has,
+    };
     subscription.hear(says("", wants));
     assert_eq!(told(&mut subscription, &now, true), news("1", &["b"]));
 }
@@ -144,10 +201,18 @@ fn what_we_do_not_know_is_told_once_where_the_protocol_can_say_it() {
 #[test]
 fn nobody_named_at_first_is_everybody() {
     let now = assignments([1, 2, 3, 4]);
-    for wants in [exactly(&[]), change(&[], &[]), exactly(&["*"]), change(&["*"], &[])] {
+    for wants in [
+        exactly(&[]),
+        change(&[], &[]),
+        exactly(&["*"]),
+        change(&["*"], &[]),
+    ] {
         let mut subscription = Subscription::default();
         subscription.hear(says("", wants));
-        assert_eq!(told(&mut subscription, &now, true), news("1", &["a", "b", "c", "d"]));
+        assert_eq!(
+            told(&mut subscription, &now, true),
+            news("1", &["a", "b", "c", "d"])
+        );
     }
 }
 
@@ -187,12 +252,24 @@ impl Client {
         let wants = if self.delta {
             let more = self.wants.difference(before).cloned().collect();
             let less = before.difference(&self.wants).cloned().collect();
-            Wants::Change { more, less, has: BTreeMap::new() }
+            Wants::Change {
+                more,
+                less,
+                has: BTreeMap::new(),
+            }
         } else {
             Wants::Exactly(self.wants.clone())
         };
-        let nonce = if self.delta { String::new() } else { self.last.clone() };
-        Heard { nonce, refusal: None, wants }
+        let nonce = if self.delta {
+            String::new()
+        } else {
+            self.last.clone()
+        };
+        Heard {
+            nonce,
+            refusal: None,
+            wants,
+        }
     }
 }
 
@@ -258,19 +335,37 @@ proptest! {
 
 #[test]
 fn stream_that_names_too_many_clusters_is_refused() {
-    let names: Vec<String> = (0..=MOST_NAMES).map(|number| format!("cluster-{number}")).collect();
+    let names: Vec<String> = (0..=MOST_NAMES)
+        .map(|number| format!("cluster-{number}"))
+        .collect();
     let mut delta = Subscription::default();
     let (last, fitting) = names.split_last().unwrap();
     for name in fitting {
         assert_eq!(delta.hear(says("", change(&[name], &[]))), Word::Asks);
     }
-    assert_eq!(delta.hear(says("", change(&[last], &[]))), Word::TooManyNames);
+    assert_eq!(
+        delta.hear(says("", change(&[last], &[]))),
+        Word::TooManyNames
+    );
     let mut whole = Subscription::default();
-    assert_eq!(whole.hear(says("", Wants::Exactly(names.iter().cloned().collect()))), Word::TooManyNames);
+    assert_eq!(
+        whole.hear(says("", Wants::Exactly(names.iter().cloned().collect()))),
+        Word::TooManyNames
+    );
     let mut resumed = Subscription::default();
-    let has = names.into_iter().map(|name| (name, "1".to_owned())).collect();
-    let wants = Wants::Change { more: Vec::new(), less: Vec::new(), has };
+    let has = names
+        .into_iter()
+        .map(|name| (name, "1".to_owned()))
+        .collect();
+    let wants = Wants::Change {
+        more: Vec::new(),
+        less: Vec::new(),
+        has,
+    };
     assert_eq!(resumed.hear(says("", wants)), Word::TooManyNames);
     let long = "x".repeat(MOST_NAME_BYTES + 1);
-    assert_eq!(Subscription::default().hear(says("", exactly(&[&long]))), Word::TooManyNames);
+    assert_eq!(
+        Subscription::default().hear(says("", exactly(&[&long]))),
+        Word::TooManyNames
+    );
 }

@@ -22,7 +22,9 @@ pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
-    let mut router = namespace.start_router_with(json!({"kubernetes": {"silence": "3s"}})).await?;
+    let mut router = namespace
+        .start_router_with(json!({"kubernetes": {"silence": "3s"}}))
+        .await?;
     router.wait_fleet(&[A]).await?;
     namespace.revoke_tokens().await?;
     router.mount(&namespace.account().await?)?;
@@ -32,9 +34,17 @@ pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     // The API server keeps a token that it has verified for 10 s.
     tokio::time::sleep(Duration::from_secs(14)).await;
     namespace.remove_pod("b").await?;
-    let took = router.wait_fleet_within(Duration::from_secs(75), &[A]).await?;
-    ensure!(took < Duration::from_secs(20), "the new token took effect after {took:?}");
-    Ok(format!("changes are seen {:.1} s after the watches had to be asked for with the new token", took.as_secs_f64()))
+    let took = router
+        .wait_fleet_within(Duration::from_secs(75), &[A])
+        .await?;
+    ensure!(
+        took < Duration::from_secs(20),
+        "the new token took effect after {took:?}"
+    );
+    Ok(format!(
+        "changes are seen {:.1} s after the watches had to be asked for with the new token",
+        took.as_secs_f64()
+    ))
 }
 
 /// The API server gets a certificate of another authority: first one that ca.crt has already, then one that it lacks.
@@ -43,11 +53,17 @@ pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResu
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let proxy = ApiProxy::start(&plane, ProxyMode::Pass).await?;
-    let options = RouterOptions { api_server: proxy.address, ..namespace.options(json!({})).await? };
+    let options = RouterOptions {
+        api_server: proxy.address,
+        ..namespace.options(json!({})).await?
+    };
     let mut router = RouterProcess::start(options).await?;
     router.wait_fleet(&[A]).await?;
     let account = namespace.account().await?;
-    let with_ca = |ca: &str| MountedAccount { ca: ca.to_owned(), ..account.clone() };
+    let with_ca = |ca: &str| MountedAccount {
+        ca: ca.to_owned(),
+        ..account.clone()
+    };
     let second = Authority::new("second");
     router.mount(&with_ca(&format!("{}{}", account.ca, second.cert)))?;
     // What a kubelet mounts is read within seconds.
@@ -63,8 +79,13 @@ pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResu
     namespace.remove_pod("b").await?;
     router.keeps_fleet(Duration::from_secs(1), &[A, B]).await?;
     router.mount(&with_ca(&third.cert))?;
-    let unknown = router.wait_fleet_within(Duration::from_secs(60), &[A]).await?;
-    ensure!(unknown < Duration::from_secs(15), "the new ca.crt took effect after {unknown:?}");
+    let unknown = router
+        .wait_fleet_within(Duration::from_secs(60), &[A])
+        .await?;
+    ensure!(
+        unknown < Duration::from_secs(15),
+        "the new ca.crt took effect after {unknown:?}"
+    );
     Ok(format!(
         "in ca.crt before: changes seen after {:.1} s; not: up 0, fleet kept, names the certificate; seen {:.1} s after the new ca.crt",
         known.as_secs_f64(),

@@ -20,11 +20,17 @@ pub(super) async fn pool_definition_installed_later(plane: Arc<TestControlPlane>
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace.start_router().await?;
     router.wait_log("is not installed").await?;
-    ensure!(!router.is_up(POOL).await?, "discovery_up is 1 without the definition");
+    ensure!(
+        !router.is_up(POOL).await?,
+        "discovery_up is 1 without the definition"
+    );
     plane.install(INFERENCE_POOLS).await?;
     namespace.create_pool(&[8000]).await?;
     let took = router.wait_fleet(&[A]).await?;
-    Ok(format!("names the definition, up 0; fleet {:.1} s after the definition and the pool", took.as_secs_f64()))
+    Ok(format!(
+        "names the definition, up 0; fleet {:.1} s after the definition and the pool",
+        took.as_secs_f64()
+    ))
 }
 
 pub(super) async fn pool_definition_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -40,7 +46,11 @@ pub(super) async fn pool_definition_deleted(plane: Arc<TestControlPlane>) -> Cas
     plane.install(INFERENCE_POOLS).await?;
     namespace.create_pool(&[8000]).await?;
     let back = router.wait_fleet(&[A]).await?;
-    Ok(format!("emptied after {} ms; in again {:.1} s after the pool", gone.as_millis(), back.as_secs_f64()))
+    Ok(format!(
+        "emptied after {} ms; in again {:.1} s after the pool",
+        gone.as_millis(),
+        back.as_secs_f64()
+    ))
 }
 
 pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -48,15 +58,23 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     let namespace = TestNamespace::create_with(&plane, RoleRules::WithOptionalKinds).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
-    let router = namespace.start_router_with(json!({"kubernetes": {"look_again": "2s"}})).await?;
+    let router = namespace
+        .start_router_with(json!({"kubernetes": {"look_again": "2s"}}))
+        .await?;
     router.wait_cluster("not installed").await?;
     plane.install(OLD_OBJECTIVES).await?;
-    namespace.create_of(OLD_OBJECTIVES, &objective(OLD_OBJECTIVES.api, "older", 1)).await?;
+    namespace
+        .create_of(OLD_OBJECTIVES, &objective(OLD_OBJECTIVES.api, "older", 1))
+        .await?;
     let mut longest = router.wait_cluster("older").await?;
-    router.wait_cluster("followed as inference.networking.x-k8s.io/v1alpha2").await?;
+    router
+        .wait_cluster("followed as inference.networking.x-k8s.io/v1alpha2")
+        .await?;
     // The newer group wins.
     plane.install(OBJECTIVES).await?;
-    namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "newer", 2)).await?;
+    namespace
+        .create_of(OBJECTIVES, &objective(OBJECTIVES.api, "newer", 2))
+        .await?;
     longest = longest.max(router.wait_cluster("newer").await?);
     plane.uninstall(OBJECTIVES).await?;
     longest = longest.max(router.wait_cluster("older").await?);
@@ -64,7 +82,10 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     longest = longest.max(router.wait_cluster("\"objectives\":[]").await?);
     // Rewrites were never installed.
     let page = async || router.page("debug/cluster").await.unwrap_or_default();
-    let absent = until(PATIENCE, async || page().await.matches("not installed").count() == 2).await;
+    let absent = until(PATIENCE, async || {
+        page().await.matches("not installed").count() == 2
+    })
+    .await;
     ensure!(absent, "{}", page().await);
     Ok(format!(
         "llm-d.ai wins; falls back; not installed: forgotten; within {:.1} s with `look_again: 2s`",

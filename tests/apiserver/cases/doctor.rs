@@ -16,14 +16,19 @@ use crate::runner::CaseResult;
 const ERRORS: i32 = 2;
 
 async fn examine(router: &RouterProcess) -> anyhow::Result<String> {
-    let (code, text) = router.run(&["doctor", "--patience", "1s", "--no-canary"]).await?;
+    let (code, text) = router
+        .run(&["doctor", "--patience", "1s", "--no-canary"])
+        .await?;
     ensure!(code == ERRORS, "exit code {code}:\n{text}");
     Ok(text)
 }
 
 fn contains(text: &str, parts: &[&str]) -> anyhow::Result<()> {
     for part in parts {
-        ensure!(text.contains(part), "doctor does not name {part:?}:\n{text}");
+        ensure!(
+            text.contains(part),
+            "doctor does not name {part:?}:\n{text}"
+        );
     }
     Ok(())
 }
@@ -32,8 +37,11 @@ pub(super) async fn absent_pool(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
-    let pools = [POOL, "misspelt"].map(|name| json!({"name": name, "worker": {"model": "qwen2.5"}}));
-    let router = namespace.start_router_with(json!({"kubernetes": {"pools": pools}})).await?;
+    let pools =
+        [POOL, "misspelt"].map(|name| json!({"name": name, "worker": {"model": "qwen2.5"}}));
+    let router = namespace
+        .start_router_with(json!({"kubernetes": {"pools": pools}}))
+        .await?;
     let text = examine(&router).await?;
     // The other pool is examined: its engine does not answer.
     contains(&text, &["misspelt", "/a"])?;
@@ -45,8 +53,16 @@ pub(super) async fn unusable_pods(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     namespace.create_pending("not-ready").await?;
-    namespace.set_status("not-ready", &running(&["127.0.1.2"], false)).await?;
-    namespace.create_pod_with("odd-role", "127.0.1.3", &json!({"app": POOL, "llm-d.ai/role": "encode"})).await?;
+    namespace
+        .set_status("not-ready", &running(&["127.0.1.2"], false))
+        .await?;
+    namespace
+        .create_pod_with(
+            "odd-role",
+            "127.0.1.3",
+            &json!({"app": POOL, "llm-d.ai/role": "encode"}),
+        )
+        .await?;
     let router = namespace.start_router().await?;
     let text = examine(&router).await?;
     contains(&text, &["not-ready", "odd-role", "encode"])?;
@@ -69,7 +85,10 @@ pub(super) async fn missing_rights(plane: Arc<TestControlPlane>) -> CaseResult {
 pub(super) async fn api_server_away(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     let away = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
-    let options = RouterOptions { api_server: away, ..namespace.options(json!({})).await? };
+    let options = RouterOptions {
+        api_server: away,
+        ..namespace.options(json!({})).await?
+    };
     let router = RouterProcess::start(options).await?;
     let text = examine(&router).await?;
     contains(&text, &["refused"])?;

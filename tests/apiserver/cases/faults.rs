@@ -32,8 +32,12 @@ impl FaultSite {
         let namespace = TestNamespace::create_with(plane, RoleRules::WithOptionalKinds).await?;
         namespace.create_pool(&[8000]).await?;
         namespace.create_pod("a", "127.0.1.1").await?;
-        namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5)).await?;
-        let router = namespace.start_router_with(json!({"kubernetes": {"silence": silence}})).await?;
+        namespace
+            .create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5))
+            .await?;
+        let router = namespace
+            .start_router_with(json!({"kubernetes": {"silence": silence}}))
+            .await?;
         router.wait_fleet(&[A]).await?;
         router.wait_cluster("\"priority\":5").await?;
         Ok(Self { namespace, router })
@@ -43,7 +47,9 @@ impl FaultSite {
 impl FaultSite {
     /// A new pod and a changed objective, after a fault: how long until both are seen.
     async fn sees_changes(&self) -> anyhow::Result<Duration> {
-        self.namespace.change_of(OBJECTIVES, "gold", &json!({"spec": {"priority": 6}})).await?;
+        self.namespace
+            .change_of(OBJECTIVES, "gold", &json!({"spec": {"priority": 6}}))
+            .await?;
         self.namespace.create_pod("b", "127.0.1.2").await?;
         let pod = self.router.wait_fleet(&[A, B]).await?;
         let objective = self.router.wait_cluster("\"priority\":6").await?;
@@ -56,7 +62,9 @@ pub(super) async fn restart(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = FaultSite::start(&plane, "30s").await?;
     plane.stop_api_server(GRACE).await?;
     let noticed = site.router.wait_up(POOL, false, PATIENCE).await?;
-    site.router.keeps_fleet(Duration::from_secs(1), &[A]).await?;
+    site.router
+        .keeps_fleet(Duration::from_secs(1), &[A])
+        .await?;
     plane.start_api_server(&[]).await?;
     let took = site.sees_changes().await?;
     let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
@@ -75,14 +83,22 @@ pub(super) async fn kill(plane: Arc<TestControlPlane>) -> CaseResult {
     let lines = site.router.log().lines().count();
     plane.kill_api_server().await?;
     let noticed = site.router.wait_up(POOL, false, PATIENCE).await?;
-    site.router.keeps_fleet(Duration::from_secs(10), &[A]).await?;
+    site.router
+        .keeps_fleet(Duration::from_secs(10), &[A])
+        .await?;
     let during = traffic.routed()? - before;
-    ensure!(during > 50, "{during} exchanges while the API server was away");
+    ensure!(
+        during > 50,
+        "{during} exchanges while the API server was away"
+    );
     let log = site.router.log();
     let lines = log.lines().count() - lines;
     // Refused or reset, by chance.
     let names_cause = log.contains(&plane.address.to_string()) && log.contains("os error");
-    ensure!(lines <= 6 && names_cause, "{lines} lines, or no cause:\n{log}");
+    ensure!(
+        lines <= 6 && names_cause,
+        "{lines} lines, or no cause:\n{log}"
+    );
     plane.start_api_server(&[]).await?;
     let took = site.sees_changes().await?;
     let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
@@ -96,7 +112,10 @@ pub(super) async fn freeze(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = FaultSite::start(&plane, "5s").await?;
     site.router.wait_up(POOL, true, PATIENCE).await?;
     plane.freeze_api_server()?;
-    let noticed = site.router.wait_up(POOL, false, Duration::from_secs(40)).await;
+    let noticed = site
+        .router
+        .wait_up(POOL, false, Duration::from_secs(40))
+        .await;
     let kept = site.router.keeps_fleet(Duration::from_secs(1), &[A]).await;
     plane.thaw_api_server()?;
     let noticed = noticed?;
@@ -105,20 +124,28 @@ pub(super) async fn freeze(plane: Arc<TestControlPlane>) -> CaseResult {
     let took = site.router.wait_fleet(&[A, B]).await?;
     site.router.wait_up(POOL, true, PATIENCE).await?;
     let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
-    Ok(format!("SIGSTOP: up 0 after {noticed:.1} s with `silence: 5s`, fleet kept; SIGCONT: new pod after {took:.1} s"))
+    Ok(format!(
+        "SIGSTOP: up 0 after {noticed:.1} s with `silence: 5s`, fleet kept; SIGCONT: new pod after {took:.1} s"
+    ))
 }
 
 pub(super) async fn etcd_away(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = FaultSite::start(&plane, "3s").await?;
     plane.kill_etcd();
     // Longer than a watch lasts.
-    site.router.keeps_fleet(Duration::from_secs(10), &[A]).await?;
+    site.router
+        .keeps_fleet(Duration::from_secs(10), &[A])
+        .await?;
     plane.start_etcd().await?;
-    let created =
-        crate::support::ports::until(PATIENCE, async || site.namespace.create_pod("b", "127.0.1.2").await.is_ok());
+    let created = crate::support::ports::until(PATIENCE, async || {
+        site.namespace.create_pod("b", "127.0.1.2").await.is_ok()
+    });
     ensure!(created.await, "the API server does not find etcd again");
     let took = site.router.wait_fleet(&[A, B]).await?;
-    Ok(format!("etcd killed for 10 s: fleet kept; new pod after {:.2} s", took.as_secs_f64()))
+    Ok(format!(
+        "etcd killed for 10 s: fleet kept; new pod after {:.2} s",
+        took.as_secs_f64()
+    ))
 }
 
 pub(super) async fn start_before_api_server(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -132,7 +159,10 @@ pub(super) async fn start_before_api_server(plane: Arc<TestControlPlane>) -> Cas
     plane.start_api_server(&[]).await?;
     let router = started?;
     let took = router.wait_fleet(&[A]).await?;
-    Ok(format!("waits; fleet {:.1} s after the API server was ready", took.as_secs_f64()))
+    Ok(format!(
+        "waits; fleet {:.1} s after the API server was ready",
+        took.as_secs_f64()
+    ))
 }
 
 pub(super) async fn live_watch_survives_compaction(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -140,10 +170,17 @@ pub(super) async fn live_watch_survives_compaction(plane: Arc<TestControlPlane>)
     plane.compact().await?;
     site.namespace.create_pod("b", "127.0.1.2").await?;
     let took = site.router.wait_fleet(&[A, B]).await?;
-    let lists =
-        site.namespace.audit()?.iter().filter(|record| record.verb == "list" && record.resource == "pods").count();
+    let lists = site
+        .namespace
+        .audit()?
+        .iter()
+        .filter(|record| record.verb == "list" && record.resource == "pods")
+        .count();
     ensure!(lists == 1, "pods were listed {lists} times");
-    Ok(format!("nothing; new pod after {} ms, no list", took.as_millis()))
+    Ok(format!(
+        "nothing; new pod after {} ms, no list",
+        took.as_millis()
+    ))
 }
 
 /// warmroute is cut off, the cluster changes, history is discarded, and the API server restarts.
@@ -153,7 +190,10 @@ pub(super) async fn missed_changes_are_listed(plane: Arc<TestControlPlane>) -> C
     namespace.create_pod("a", "127.0.1.1").await?;
     namespace.create_pod("b", "127.0.1.2").await?;
     let proxy = ApiProxy::start(&plane, ProxyMode::Pass).await?;
-    let options = RouterOptions { api_server: proxy.address, ..namespace.options(json!({})).await? };
+    let options = RouterOptions {
+        api_server: proxy.address,
+        ..namespace.options(json!({})).await?
+    };
     let router = RouterProcess::start(options).await?;
     router.wait_fleet(&[A, B]).await?;
     proxy.set(ProxyMode::Cut);
@@ -163,11 +203,16 @@ pub(super) async fn missed_changes_are_listed(plane: Arc<TestControlPlane>) -> C
     plane.stop_api_server(GRACE).await?;
     plane.compact().await?;
     plane.start_api_server(&[]).await?;
-    router.keeps_fleet(Duration::from_millis(500), &[A, B]).await?;
+    router
+        .keeps_fleet(Duration::from_millis(500), &[A, B])
+        .await?;
     proxy.set(ProxyMode::Pass);
     let took = router.wait_fleet(&[B, C]).await?;
     router.wait_up(POOL, true, PATIENCE).await?;
-    Ok(format!("fleet kept; right fleet {:.1} s after the way is open", took.as_secs_f64()))
+    Ok(format!(
+        "fleet kept; right fleet {:.1} s after the way is open",
+        took.as_secs_f64()
+    ))
 }
 
 /// Without its watch cache the API server answers 410 to a watch that resumes from before a compaction. Changes its flags, so it is the last.
@@ -181,14 +226,19 @@ pub(super) async fn expired_watches_are_listed(plane: Arc<TestControlPlane>) -> 
     for turn in 2..8 {
         plane.compact().await?;
         let name = format!("p{turn}");
-        site.namespace.create_pod(&name, &format!("127.0.1.{turn}")).await?;
+        site.namespace
+            .create_pod(&name, &format!("127.0.1.{turn}"))
+            .await?;
         expected.push(format!("{name} 127.0.1.{turn}:8000"));
         let fleet: Vec<&str> = expected.iter().map(String::as_str).collect();
         longest = longest.max(site.router.wait_fleet(&fleet).await?);
         // Two changes and a compaction: the version of the watch is too old when it resumes.
         for _ in 0..2 {
             let name = format!("filler-{}", plane.next_serial());
-            plane.admin.create("/api/v1/namespaces", &json!({"metadata": {"name": name}})).await?;
+            plane
+                .admin
+                .create("/api/v1/namespaces", &json!({"metadata": {"name": name}}))
+                .await?;
         }
         plane.compact().await?;
         tokio::time::sleep(Duration::from_millis(1500)).await;
@@ -196,5 +246,8 @@ pub(super) async fn expired_watches_are_listed(plane: Arc<TestControlPlane>) -> 
     let lists = pod_lists(&site.namespace)? - first_lists;
     // Without an expired watch the pods are not listed again.
     ensure!(lists > 0, "no watch of the pods has expired");
-    Ok(format!("pods listed {lists} times again; each of 6 pods within {:.2} s", longest.as_secs_f64()))
+    Ok(format!(
+        "pods listed {lists} times again; each of 6 pods within {:.2} s",
+        longest.as_secs_f64()
+    ))
 }

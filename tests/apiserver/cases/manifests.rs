@@ -33,8 +33,13 @@ fn files(source: &str) -> anyhow::Result<Vec<PathBuf>> {
         return Ok(vec![path]);
     }
     let entries = std::fs::read_dir(&path).with_context(|| format!("{}", path.display()))?;
-    let mut files: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<_>>()?;
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "yaml"));
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| Ok(entry?.path()))
+        .collect::<anyhow::Result<_>>()?;
+    files.retain(|file| {
+        file.extension()
+            .is_some_and(|extension| extension == "yaml")
+    });
     files.sort();
     Ok(files)
 }
@@ -48,12 +53,19 @@ async fn object_path(plane: &TestControlPlane, object: &Value) -> anyhow::Result
     if status.as_u16() == 404 {
         return Ok(None);
     }
-    let is_kind = |resource: &&Value| resource["kind"] == kind && !text(&resource["name"]).contains('/');
+    let is_kind =
+        |resource: &&Value| resource["kind"] == kind && !text(&resource["name"]).contains('/');
     let resources = resources["resources"].as_array().context("no resources")?;
-    let Some(resource) = resources.iter().find(is_kind) else { return Ok(None) };
+    let Some(resource) = resources.iter().find(is_kind) else {
+        return Ok(None);
+    };
     let namespace = text(&object["metadata"]["namespace"]);
     let namespace = (resource["namespaced"] == true).then_some(namespace.as_str());
-    Ok(Some(format!("{}/{}", collection(&api, namespace, &text(&resource["name"])), text(&object["metadata"]["name"]))))
+    Ok(Some(format!(
+        "{}/{}",
+        collection(&api, namespace, &text(&resource["name"])),
+        text(&object["metadata"]["name"])
+    )))
 }
 
 pub(super) async fn shipped_manifests(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -62,21 +74,31 @@ pub(super) async fn shipped_manifests(plane: Arc<TestControlPlane>) -> CaseResul
     for source in SOURCES {
         for file in files(source)? {
             let yaml = std::fs::read_to_string(&file)?;
-            for document in
-                yaml.split("\n---\n").filter(|document| document.contains("\nkind:") || document.starts_with("kind:"))
+            for document in yaml
+                .split("\n---\n")
+                .filter(|document| document.contains("\nkind:") || document.starts_with("kind:"))
             {
                 let object: Value = serde_saphyr::from_str(document)?;
                 match object_path(&plane, &object).await? {
                     Some(path) => {
-                        plane.admin.apply(&path, document).await.with_context(|| format!("{}", file.display()))?;
+                        plane
+                            .admin
+                            .apply(&path, document)
+                            .await
+                            .with_context(|| format!("{}", file.display()))?;
                         applied += 1;
                     }
-                    None => drop(absent.insert(object["kind"].as_str().unwrap_or_default().to_owned())),
+                    None => {
+                        drop(absent.insert(object["kind"].as_str().unwrap_or_default().to_owned()))
+                    }
                 }
             }
         }
     }
     ensure!(applied >= 40, "only {applied} objects were applied");
     let absent: Vec<String> = absent.into_iter().collect();
-    Ok(format!("{applied} objects accepted by strict validation; not installed: {}", absent.join(", ")))
+    Ok(format!(
+        "{applied} objects accepted by strict validation; not installed: {}",
+        absent.join(", ")
+    ))
 }

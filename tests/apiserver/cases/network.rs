@@ -24,9 +24,19 @@ struct ProxiedSite {
     proxy: ApiProxy,
 }
 
-async fn start_via(namespace: &TestNamespace, address: SocketAddr, silence: &str) -> anyhow::Result<RouterProcess> {
-    let options = namespace.options(json!({"kubernetes": {"silence": silence}})).await?;
-    RouterProcess::start(RouterOptions { api_server: address, ..options }).await
+async fn start_via(
+    namespace: &TestNamespace,
+    address: SocketAddr,
+    silence: &str,
+) -> anyhow::Result<RouterProcess> {
+    let options = namespace
+        .options(json!({"kubernetes": {"silence": silence}}))
+        .await?;
+    RouterProcess::start(RouterOptions {
+        api_server: address,
+        ..options
+    })
+    .await
 }
 
 impl ProxiedSite {
@@ -37,7 +47,11 @@ impl ProxiedSite {
         let proxy = ApiProxy::start(plane, ProxyMode::Pass).await?;
         let router = start_via(&namespace, proxy.address, silence).await?;
         router.wait_fleet(&[A]).await?;
-        Ok(Self { namespace, router, proxy })
+        Ok(Self {
+            namespace,
+            router,
+            proxy,
+        })
     }
 }
 
@@ -46,23 +60,42 @@ pub(super) async fn silent_connections_are_replaced(plane: Arc<TestControlPlane>
     let site = ProxiedSite::start(&plane, "5s").await?;
     site.proxy.kill_silently();
     site.namespace.create_pod("b", "127.0.1.2").await?;
-    let took = site.router.wait_fleet_within(Duration::from_secs(40), &[A, B]).await?;
-    ensure!(took < Duration::from_secs(20), "noticed after {took:?} with silence: 5s");
-    Ok(format!("new pod after {:.1} s with `silence: 5s`", took.as_secs_f64()))
+    let took = site
+        .router
+        .wait_fleet_within(Duration::from_secs(40), &[A, B])
+        .await?;
+    ensure!(
+        took < Duration::from_secs(20),
+        "noticed after {took:?} with silence: 5s"
+    );
+    Ok(format!(
+        "new pod after {:.1} s with `silence: 5s`",
+        took.as_secs_f64()
+    ))
 }
 
 /// Requests are taken and not answered, first by all connections, then by those of that time. With the default settings.
 pub(super) async fn unanswered_requests_time_out(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "30s").await?;
     site.proxy.set(ProxyMode::Hold);
-    let noticed = site.router.wait_up(POOL, false, Duration::from_secs(60)).await?;
-    site.router.keeps_fleet(Duration::from_secs(1), &[A]).await?;
+    let noticed = site
+        .router
+        .wait_up(POOL, false, Duration::from_secs(60))
+        .await?;
+    site.router
+        .keeps_fleet(Duration::from_secs(1), &[A])
+        .await?;
     site.proxy.kill_silently();
     site.namespace.create_pod("b", "127.0.1.2").await?;
-    let took = site.router.wait_fleet_within(Duration::from_secs(45), &[A, B]).await?;
+    let took = site
+        .router
+        .wait_fleet_within(Duration::from_secs(45), &[A, B])
+        .await?;
     site.router.wait_up(POOL, true, PATIENCE).await?;
     let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
-    Ok(format!("nothing moves: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"))
+    Ok(format!(
+        "nothing moves: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"
+    ))
 }
 
 pub(super) async fn unavailable_while_running(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -70,13 +103,27 @@ pub(super) async fn unavailable_while_running(plane: Arc<TestControlPlane>) -> C
     let lines = site.router.log().lines().count();
     site.proxy.set(ProxyMode::Status(503));
     let noticed = site.router.wait_up(POOL, false, PATIENCE).await?;
-    site.router.keeps_fleet(Duration::from_secs(20), &[A]).await?;
+    site.router
+        .keeps_fleet(Duration::from_secs(20), &[A])
+        .await?;
     let lines = site.router.log().lines().count() - lines;
     site.namespace.create_pod("b", "127.0.1.2").await?;
     site.proxy.set(ProxyMode::Pass);
-    let took = site.router.wait_fleet_within(Duration::from_secs(60), &[A, B]).await?;
-    ensure!(took < Duration::from_secs(8), "the fleet came {took:?} after the outage");
-    ensure!(lines <= 10, "{lines} lines within 20 s:\n{}", site.router.log());
+    let took = site
+        .router
+        .wait_fleet_within(Duration::from_secs(60), &[A, B])
+        .await?;
+    ensure!(
+        took < Duration::from_secs(8),
+        "the fleet came {took:?} after the outage"
+    );
+    ensure!(
+        lines <= 10,
+        "{lines} lines within 20 s:\n{}",
+        site.router.log()
+    );
     let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
-    Ok(format!("503 for 20 s: up 0 after {noticed:.1} s, {lines} log lines; new pod {took:.1} s after it"))
+    Ok(format!(
+        "503 for 20 s: up 0 after {noticed:.1} s, {lines} log lines; new pod {took:.1} s after it"
+    ))
 }

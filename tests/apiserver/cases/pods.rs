@@ -51,22 +51,39 @@ impl PodFixture {
         namespace.create_pool(ports).await?;
         namespace.create_pod("a", "127.0.1.1").await?;
         let router = namespace.start_router().await?;
-        let expected: Vec<String> = ports.iter().map(|port| format!("a 127.0.1.1:{port}")).collect();
-        router.wait_fleet(&expected.iter().map(String::as_str).collect::<Vec<_>>()).await?;
+        let expected: Vec<String> = ports
+            .iter()
+            .map(|port| format!("a 127.0.1.1:{port}"))
+            .collect();
+        router
+            .wait_fleet(&expected.iter().map(String::as_str).collect::<Vec<_>>())
+            .await?;
         Ok(Self { namespace, router })
     }
 
     async fn set_ready(&self, name: &str, ip: &str, is_ready: bool) -> anyhow::Result<()> {
-        self.namespace.set_status(name, &running(&[ip], is_ready)).await
+        self.namespace
+            .set_status(name, &running(&[ip], is_ready))
+            .await
     }
 
     async fn set_label(&self, name: &str, label: &str, value: &Value) -> anyhow::Result<()> {
-        self.namespace.change_pod(name, &json!({"metadata": {"labels": {label: value}}})).await
+        self.namespace
+            .change_pod(name, &json!({"metadata": {"labels": {label: value}}}))
+            .await
     }
 
     /// Roles of the workers by pod.
     async fn roles(&self) -> anyhow::Result<Vec<String>> {
-        self.router.fleet_by(|worker| format!("{} {}", pod_name(worker), worker["role"].as_str().unwrap_or("-"))).await
+        self.router
+            .fleet_by(|worker| {
+                format!(
+                    "{} {}",
+                    pod_name(worker),
+                    worker["role"].as_str().unwrap_or("-")
+                )
+            })
+            .await
     }
 }
 
@@ -82,7 +99,10 @@ pub(super) async fn readiness_changes(plane: Arc<TestControlPlane>) -> CaseResul
     times.add(site.router.wait_fleet(&[A, "b 127.0.1.2:8000 -"]).await?);
     site.set_ready("b", "127.0.1.2", true).await?;
     times.add(site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?);
-    Ok(format!("not ready: not in; ready: in; not ready: draining; ready: in; {}", times.show()?))
+    Ok(format!(
+        "not ready: not in; ready: in; not ready: draining; ready: in; {}",
+        times.show()?
+    ))
 }
 
 pub(super) async fn deletion_with_grace(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -103,21 +123,37 @@ pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> Case
     site.namespace.create_pod("a", "127.0.1.7").await?;
     times.add(site.router.wait_fleet(&["a 127.0.1.7:8000"]).await?);
     // At once, and with the same address: another worker.
-    let ids = async || site.router.fleet_by(|worker| worker["id"].to_string()).await;
+    let ids = async || {
+        site.router
+            .fleet_by(|worker| worker["id"].to_string())
+            .await
+    };
     let before = ids().await?;
     site.namespace.remove_pod("a").await?;
     site.namespace.create_pod("a", "127.0.1.7").await?;
     let replaced = async || ids().await.is_ok_and(|ids| ids.len() == 1 && ids != before);
-    ensure!(until(PATIENCE, replaced).await, "{:?} after {before:?}", ids().await);
-    site.router.keeps_fleet(MOMENT, &["a 127.0.1.7:8000"]).await?;
-    Ok(format!("out; in again under its name, one worker; {}", times.show()?))
+    ensure!(
+        until(PATIENCE, replaced).await,
+        "{:?} after {before:?}",
+        ids().await
+    );
+    site.router
+        .keeps_fleet(MOMENT, &["a 127.0.1.7:8000"])
+        .await?;
+    Ok(format!(
+        "out; in again under its name, one worker; {}",
+        times.show()?
+    ))
 }
 
 pub(super) async fn address_changes(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     site.set_ready("a", "127.0.1.9", true).await?;
     let took = site.router.wait_fleet(&["a 127.0.1.9:8000"]).await?;
-    Ok(format!("the endpoint follows after {} ms", took.as_millis()))
+    Ok(format!(
+        "the endpoint follows after {} ms",
+        took.as_millis()
+    ))
 }
 
 pub(super) async fn two_pods_with_one_address(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -126,10 +162,17 @@ pub(super) async fn two_pods_with_one_address(plane: Arc<TestControlPlane>) -> C
     tokio::time::sleep(MOMENT).await;
     let used = site.router.fleet().await?;
     ensure!(used.len() == 1, "{used:?}");
-    let (used, other) = if used[0] == A { ("a", "b 127.0.1.1:8000") } else { ("b", A) };
+    let (used, other) = if used[0] == A {
+        ("a", "b 127.0.1.1:8000")
+    } else {
+        ("b", A)
+    };
     site.namespace.remove_pod(used).await?;
     let took = site.router.wait_fleet(&[other]).await?;
-    Ok(format!("one is used; the other takes over after {} ms", took.as_millis()))
+    Ok(format!(
+        "one is used; the other takes over after {} ms",
+        took.as_millis()
+    ))
 }
 
 pub(super) async fn labels_change(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -146,12 +189,19 @@ pub(super) async fn phases(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     for phase in ["Failed", "Succeeded", "Unknown", "Pending"] {
-        site.namespace.set_status("a", &json!({"status": {"phase": phase}})).await?;
+        site.namespace
+            .set_status("a", &json!({"status": {"phase": phase}}))
+            .await?;
         times.add(site.router.wait_fleet(&[]).await.with_context(|| phase)?);
-        site.namespace.set_status("a", &json!({"status": {"phase": "Running"}})).await?;
+        site.namespace
+            .set_status("a", &json!({"status": {"phase": "Running"}}))
+            .await?;
         times.add(site.router.wait_fleet(&[A]).await?);
     }
-    Ok(format!("Failed, Succeeded, Unknown, Pending: out although Ready; Running: in; {}", times.show()?))
+    Ok(format!(
+        "Failed, Succeeded, Unknown, Pending: out although Ready; Running: in; {}",
+        times.show()?
+    ))
 }
 
 pub(super) async fn container_restart(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -175,12 +225,23 @@ pub(super) async fn ipv6_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     site.namespace.create_pending("b").await?;
-    site.namespace.set_status("b", &running(&["fd00::1:6"], true)).await?;
+    site.namespace
+        .set_status("b", &running(&["fd00::1:6"], true))
+        .await?;
     times.add(site.router.wait_fleet(&[A, "b [fd00::1:6]:8000"]).await?);
     site.namespace.create_pending("c").await?;
-    site.namespace.set_status("c", &running(&["127.0.1.3", "fd00::1:7"], true)).await?;
-    times.add(site.router.wait_fleet(&[A, "b [fd00::1:6]:8000", "c 127.0.1.3:8000"]).await?);
-    Ok(format!("`[fd00::1:6]:8000`; of dual stack the first address; {}", times.show()?))
+    site.namespace
+        .set_status("c", &running(&["127.0.1.3", "fd00::1:7"], true))
+        .await?;
+    times.add(
+        site.router
+            .wait_fleet(&[A, "b [fd00::1:6]:8000", "c 127.0.1.3:8000"])
+            .await?,
+    );
+    Ok(format!(
+        "`[fd00::1:6]:8000`; of dual stack the first address; {}",
+        times.show()?
+    ))
 }
 
 pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -198,7 +259,11 @@ pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
         site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
         let began = std::time::Instant::now();
         let expected = format!("a {role}");
-        let found = until(PATIENCE, async || site.roles().await.is_ok_and(|roles| roles == [expected.clone()]));
+        let found = until(PATIENCE, async || {
+            site.roles()
+                .await
+                .is_ok_and(|roles| roles == [expected.clone()])
+        });
         ensure!(found.await, "{label}: {:?}", site.roles().await);
         times.add(began.elapsed());
     }
@@ -207,7 +272,12 @@ pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
         times.add(site.router.wait_fleet(&[]).await?);
         site.router.wait_log(&format!("`{label}`")).await?;
     }
-    ensure!(site.router.log().contains(&format!("{}/a", site.namespace.name)), "the log does not name the pod");
+    ensure!(
+        site.router
+            .log()
+            .contains(&format!("{}/a", site.namespace.name)),
+        "the log does not name the pod"
+    );
     site.set_label("a", "llm-d.ai/role", &Value::Null).await?;
     times.add(site.router.wait_fleet(&[A]).await?);
     Ok(format!(
@@ -220,7 +290,9 @@ pub(super) async fn active_ports(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start_with(&plane, &[8000, 8001, 8002]).await?;
     let mut times = ReactionTimes::default();
     let annotate = async |name: &str, value: &Value| {
-        site.namespace.change_pod("a", &json!({"metadata": {"annotations": {name: value}}})).await
+        site.namespace
+            .change_pod("a", &json!({"metadata": {"annotations": {name: value}}}))
+            .await
     };
     annotate("llm-d.ai/active-ports", &json!("8000,8002")).await?;
     times.add(site.router.wait_fleet(&[A, "a 127.0.1.1:8002"]).await?);
@@ -230,20 +302,37 @@ pub(super) async fn active_ports(plane: Arc<TestControlPlane>) -> CaseResult {
     annotate("inference.networking.k8s.io/active-ports", &json!("8001")).await?;
     times.add(site.router.wait_fleet(&["a 127.0.1.1:8001"]).await?);
     annotate("inference.networking.k8s.io/active-ports", &Value::Null).await?;
-    times.add(site.router.wait_fleet(&[A, "a 127.0.1.1:8001", "a 127.0.1.1:8002"]).await?);
-    Ok(format!("the ports follow, also by the older annotation; an unreadable one is named; {}", times.show()?))
+    times.add(
+        site.router
+            .wait_fleet(&[A, "a 127.0.1.1:8001", "a 127.0.1.1:8002"])
+            .await?,
+    );
+    Ok(format!(
+        "the ports follow, also by the older annotation; an unreadable one is named; {}",
+        times.show()?
+    ))
 }
 
 pub(super) async fn worker_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
-    for (label, id) in [("7", "7"), ("007", "7"), ("18446744073709551615", "18446744073709551615")] {
-        site.set_label("a", "warmroute.dev/worker-id", &json!(label)).await?;
-        let ids = async || site.router.fleet_by(|worker| worker["id"].as_str().unwrap_or("-").to_owned()).await;
+    for (label, id) in [
+        ("7", "7"),
+        ("007", "7"),
+        ("18446744073709551615", "18446744073709551615"),
+    ] {
+        site.set_label("a", "warmroute.dev/worker-id", &json!(label))
+            .await?;
+        let ids = async || {
+            site.router
+                .fleet_by(|worker| worker["id"].as_str().unwrap_or("-").to_owned())
+                .await
+        };
         let found = until(PATIENCE, async || ids().await.is_ok_and(|ids| ids == [id]));
         ensure!(found.await, "{label}: {:?}", ids().await);
     }
     for label in ["18446744073709551616", "x", ""] {
-        site.set_label("a", "warmroute.dev/worker-id", &json!(label)).await?;
+        site.set_label("a", "warmroute.dev/worker-id", &json!(label))
+            .await?;
         site.router.wait_fleet(&[]).await.with_context(|| label)?;
         site.router.wait_log(&format!("`{label}`")).await?;
     }
@@ -256,8 +345,13 @@ pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult 
         site.set_ready("a", "127.0.1.1", turn % 2 == 0).await?;
     }
     let took = site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?;
-    site.router.keeps_fleet(MOMENT, &["a 127.0.1.1:8000 -"]).await?;
-    Ok(format!("the last of 50 changes holds after {} ms", took.as_millis()))
+    site.router
+        .keeps_fleet(MOMENT, &["a 127.0.1.1:8000 -"])
+        .await?;
+    Ok(format!(
+        "the last of 50 changes holds after {} ms",
+        took.as_millis()
+    ))
 }
 
 pub(super) async fn special_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -266,7 +360,9 @@ pub(super) async fn special_addresses(plane: Arc<TestControlPlane>) -> CaseResul
     site.router.wait_fleet(&[A, "b 127.0.1.7:8000"]).await?;
     site.namespace.create_pod("c", "0.0.0.0").await?;
     site.router.wait_log("0.0.0.0").await?;
-    site.router.keeps_fleet(MOMENT, &[A, "b 127.0.1.7:8000"]).await?;
+    site.router
+        .keeps_fleet(MOMENT, &[A, "b 127.0.1.7:8000"])
+        .await?;
     Ok("IPv4 in IPv6 is IPv4; 0.0.0.0 is refused with a reason".to_owned())
 }
 
@@ -275,17 +371,34 @@ pub(super) async fn topology_labels(plane: Arc<TestControlPlane>) -> CaseResult 
     let site = PodFixture::start(&plane).await?;
     let node = format!("node-of-{}", site.namespace.name);
     let labels = json!({"topology.kubernetes.io/zone": "zone-1", "topology.kubernetes.io/region": "region-1"});
-    plane.admin.create("/api/v1/nodes", &json!({"metadata": {"name": node, "labels": labels}})).await?;
+    plane
+        .admin
+        .create(
+            "/api/v1/nodes",
+            &json!({"metadata": {"name": node, "labels": labels}}),
+        )
+        .await?;
     let mut unbound = pod("b", &engine_labels());
-    unbound["spec"].as_object_mut().context("spec")?.remove("nodeName");
+    unbound["spec"]
+        .as_object_mut()
+        .context("spec")?
+        .remove("nodeName");
     site.namespace.create_object("v1", "pods", &unbound).await?;
     let binding = json!({"metadata": {"name": "b"}, "target": {"kind": "Node", "name": node}});
-    site.namespace.create_object("v1", "pods/b/binding", &binding).await?;
+    site.namespace
+        .create_object("v1", "pods/b/binding", &binding)
+        .await?;
     site.set_ready("b", "127.0.1.2", true).await?;
     site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?;
-    let topologies = site.router.fleet_by(|worker| format!("{} {}", pod_name(worker), worker["topology"])).await?;
+    let topologies = site
+        .router
+        .fleet_by(|worker| format!("{} {}", pod_name(worker), worker["topology"]))
+        .await?;
     let expected = format!(r#"b {{"node":"{node}","region":"region-1","zone":"zone-1"}}"#);
-    ensure!(topologies.contains(&expected), "{topologies:?}, not {expected}");
+    ensure!(
+        topologies.contains(&expected),
+        "{topologies:?}, not {expected}"
+    );
     Ok("zone and region of the node are in the worker's topology".to_owned())
 }
 
@@ -299,12 +412,17 @@ pub(super) async fn unreadable_address(plane: Arc<TestControlPlane>) -> CaseResu
     status["status"]["podIP"] = json!("010.000.001.007");
     status["status"]["podIPs"] = json!([{"ip": "010.000.001.007"}]);
     site.namespace.set_status("odd", &status).await?;
-    site.router.wait_log("podIP `010.000.001.007` is not an IP address").await?;
+    site.router
+        .wait_log("podIP `010.000.001.007` is not an IP address")
+        .await?;
     site.namespace.create_pod("b", "127.0.1.2").await?;
     let took = site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?;
     ensure!(site.router.is_up(POOL).await?, "discovery_up is 0");
     let log = site.router.log();
-    ensure!(log.contains(&format!("{}/odd", site.namespace.name)), "the log does not name the pod:\n{log}");
+    ensure!(
+        log.contains(&format!("{}/odd", site.namespace.name)),
+        "the log does not name the pod:\n{log}"
+    );
     let longest = log.lines().map(str::len).max().unwrap_or_default();
     ensure!(longest < 2000, "a line of the log has {longest} bytes");
     Ok(format!(
@@ -321,17 +439,30 @@ pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseR
         let ip = format!("127.0.2.{turn}");
         let (old, new) = (format!("old{turn}"), format!("new{turn}"));
         site.namespace.create_pod(&old, &ip).await?;
-        site.router.wait_fleet(&[A, &format!("{old} {ip}:8000")]).await?;
+        site.router
+            .wait_fleet(&[A, &format!("{old} {ip}:8000")])
+            .await?;
         site.namespace.delete_pod(&old).await?;
-        site.router.wait_fleet(&[A, &format!("{old} {ip}:8000 -")]).await?;
+        site.router
+            .wait_fleet(&[A, &format!("{old} {ip}:8000 -")])
+            .await?;
         site.namespace.create_pod(&new, &ip).await?;
-        times.add(site.router.wait_fleet(&[A, &format!("{new} {ip}:8000")]).await?);
+        times.add(
+            site.router
+                .wait_fleet(&[A, &format!("{new} {ip}:8000")])
+                .await?,
+        );
         site.namespace.remove_pod(&old).await?;
-        site.router.keeps_fleet(MOMENT, &[A, &format!("{new} {ip}:8000")]).await?;
+        site.router
+            .keeps_fleet(MOMENT, &[A, &format!("{new} {ip}:8000")])
+            .await?;
         site.namespace.remove_pod(&new).await?;
         site.router.wait_fleet(&[A]).await?;
     }
-    Ok(format!("the new pod takes over at once in 6 of 6 turns; {}", times.show()?))
+    Ok(format!(
+        "the new pod takes over at once in 6 of 6 turns; {}",
+        times.show()?
+    ))
 }
 
 /// Workers of Dynamo make their ids of the pod's name.
@@ -340,11 +471,22 @@ pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("vllm-worker-0", "127.0.1.1").await?;
     let labels = json!({"app": POOL, "warmroute.dev/worker-id": "7"});
-    namespace.create_pod_with("labelled", "127.0.1.2", &labels).await?;
+    namespace
+        .create_pod_with("labelled", "127.0.1.2", &labels)
+        .await?;
     let entry = json!({"name": POOL, "ids": "dynamo", "worker": {"model": "qwen2.5"}});
-    let router = namespace.start_router_with(json!({"kubernetes": {"pools": [entry]}})).await?;
-    router.wait_fleet(&["vllm-worker-0 127.0.1.1:8000", "labelled 127.0.1.2:8000"]).await?;
-    let ids = router.fleet_by(|worker| format!("{} {}", pod_name(worker), worker["id"])).await?;
-    ensure!(ids == [r#"labelled "7""#, r#"vllm-worker-0 "3637812819037538""#], "{ids:?}");
+    let router = namespace
+        .start_router_with(json!({"kubernetes": {"pools": [entry]}}))
+        .await?;
+    router
+        .wait_fleet(&["vllm-worker-0 127.0.1.1:8000", "labelled 127.0.1.2:8000"])
+        .await?;
+    let ids = router
+        .fleet_by(|worker| format!("{} {}", pod_name(worker), worker["id"]))
+        .await?;
+    ensure!(
+        ids == [r#"labelled "7""#, r#"vllm-worker-0 "3637812819037538""#],
+        "{ids:?}"
+    );
     Ok("the id that Dynamo makes of the pod's name; a label wins".to_owned())
 }

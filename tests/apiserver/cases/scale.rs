@@ -37,13 +37,22 @@ impl IdleUsage {
     }
 }
 
-async fn all<F: Future<Output = anyhow::Result<()>>>(work: impl Iterator<Item = F>) -> anyhow::Result<()> {
-    let results: Vec<_> = stream::iter(work).buffer_unordered(PARALLEL).collect().await;
+async fn all<F: Future<Output = anyhow::Result<()>>>(
+    work: impl Iterator<Item = F>,
+) -> anyhow::Result<()> {
+    let results: Vec<_> = stream::iter(work)
+        .buffer_unordered(PARALLEL)
+        .collect()
+        .await;
     results.into_iter().collect()
 }
 
 pub(super) fn pod_lists(namespace: &TestNamespace) -> anyhow::Result<usize> {
-    Ok(namespace.audit()?.iter().filter(|record| record.verb == "list" && record.resource == "pods").count())
+    Ok(namespace
+        .audit()?
+        .iter()
+        .filter(|record| record.verb == "list" && record.resource == "pods")
+        .count())
 }
 
 async fn wait_count(router: &RouterProcess, count: usize) -> anyhow::Result<Duration> {
@@ -53,7 +62,11 @@ async fn wait_count(router: &RouterProcess, count: usize) -> anyhow::Result<Dura
         if found == count {
             return Ok(began.elapsed());
         }
-        ensure!(began.elapsed() < PATIENCE, "{found} workers, not {count}\n{}", router.log());
+        ensure!(
+            began.elapsed() < PATIENCE,
+            "{found} workers, not {count}\n{}",
+            router.log()
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -66,15 +79,29 @@ pub(super) async fn five_hundred_pods(plane: Arc<TestControlPlane>) -> CaseResul
     namespace.create_pool(&[8000]).await?;
     let mut router = namespace.start_router().await?;
     let name = |nth: usize| format!("engine-{nth:03}");
-    all((0..PODS)
-        .map(async |nth| namespace.create_pod(&name(nth), &format!("127.1.{}.{}", nth / 250, nth % 250 + 1)).await))
+    all((0..PODS).map(async |nth| {
+        namespace
+            .create_pod(
+                &name(nth),
+                &format!("127.1.{}.{}", nth / 250, nth % 250 + 1),
+            )
+            .await
+    }))
     .await?;
     let appeared = wait_count(&router, PODS).await?;
     let startup = router.cpu()?;
     tokio::time::sleep(STARTUP).await;
     let idle = IdleUsage::measure(&namespace, &router).await?;
-    ensure!(idle.cores < 0.2, "{:.3} cores in an idle cluster with {PODS} pods", idle.cores);
-    ensure!(idle.requests.iter().all(|record| record.verb == "watch"), "{:?}", idle.requests);
+    ensure!(
+        idle.cores < 0.2,
+        "{:.3} cores in an idle cluster with {PODS} pods",
+        idle.cores
+    );
+    ensure!(
+        idle.requests.iter().all(|record| record.verb == "watch"),
+        "{:?}",
+        idle.requests
+    );
     let resident = router.resident()?;
     // One more than a page of the list.
     namespace.create_pod("one-more", "127.1.9.1").await?;
@@ -84,7 +111,11 @@ pub(super) async fn five_hundred_pods(plane: Arc<TestControlPlane>) -> CaseResul
     router.restart().await?;
     wait_count(&router, PODS + 1).await?;
     let restarted = began.elapsed();
-    ensure!(pod_lists(&namespace)? - lists == 2, "{} pods are not listed in two pages", PODS + 1);
+    ensure!(
+        pod_lists(&namespace)? - lists == 2,
+        "{} pods are not listed in two pages",
+        PODS + 1
+    );
     namespace.remove_pod("one-more").await?;
     all((0..PODS / 2).map(async |nth| namespace.remove_pod(&name(nth)).await)).await?;
     let left = wait_count(&router, PODS - PODS / 2).await?;
@@ -108,22 +139,37 @@ pub(super) async fn quiet_cluster(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.create_pod("a", "127.0.1.1").await?;
     namespace.create_pod("b", "127.0.1.2").await?;
     let router = namespace.start_router().await?;
-    router.wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:8000"]).await?;
+    router
+        .wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:8000"])
+        .await?;
     tokio::time::sleep(STARTUP).await;
     let lines = router.log().lines().count();
     let idle = IdleUsage::measure(&namespace, &router).await?;
-    ensure!(idle.requests.iter().all(|record| record.verb == "watch"), "{:?}", idle.requests);
+    ensure!(
+        idle.requests.iter().all(|record| record.verb == "watch"),
+        "{:?}",
+        idle.requests
+    );
     ensure!(idle.requests.len() <= 4, "{:?}", idle.requests);
-    ensure!(router.log().lines().count() == lines, "a quiet cluster is logged:\n{}", router.log());
+    ensure!(
+        router.log().lines().count() == lines,
+        "a quiet cluster is logged:\n{}",
+        router.log()
+    );
     ensure!(router.is_up(POOL).await?, "discovery_up is 0");
     let series = format!("discovery_success_timestamp_seconds{{source=\"kubernetes {POOL}\"}}");
     let success = router.metric(&series).await?.context("no timestamp")?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
     let age = now - success;
     // A watch lasts 30 s, and one of them was resumed in between.
-    ensure!(age < IDLE_PERIOD.as_secs_f64() + 2.0, "discovery_success_timestamp_seconds is {age:.0} s old");
-    let written =
-        namespace.audit()?.into_iter().find(|record| !["get", "list", "watch"].contains(&record.verb.as_str()));
+    ensure!(
+        age < IDLE_PERIOD.as_secs_f64() + 2.0,
+        "discovery_success_timestamp_seconds is {age:.0} s old"
+    );
+    let written = namespace
+        .audit()?
+        .into_iter()
+        .find(|record| !["get", "list", "watch"].contains(&record.verb.as_str()));
     ensure!(written.is_none(), "{written:?}");
     Ok(format!(
         "idle {} s: {} requests (watches), {:.2} % of a core (debug build), nothing logged, nothing written; success timestamp {age:.0} s old",

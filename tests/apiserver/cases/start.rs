@@ -25,19 +25,34 @@ pub(super) async fn pool_and_pods_exist(plane: Arc<TestControlPlane>) -> CaseRes
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     namespace.create_pod("b", "127.0.1.2").await?;
-    let model = |file: &str| format!("{}/examples/models/qwen2.5/{file}", env!("CARGO_MANIFEST_DIR"));
+    let model = |file: &str| {
+        format!(
+            "{}/examples/models/qwen2.5/{file}",
+            env!("CARGO_MANIFEST_DIR")
+        )
+    };
     let config = json!({"models": [{
         "name": "qwen2.5", "block_size": 16,
         "tokenizer": model("tokenizer.json.gz"), "tokenizer_config": model("tokenizer_config.json"),
     }]});
     let began = Instant::now();
     let router = namespace.start_router_with(config).await?;
-    router.wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:8000"]).await?;
+    router
+        .wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:8000"])
+        .await?;
     let fleet = began.elapsed();
-    ensure!(until(PATIENCE * 2, async || router.is_ready().await).await, "not ready:\n{}", router.log());
+    ensure!(
+        until(PATIENCE * 2, async || router.is_ready().await).await,
+        "not ready:\n{}",
+        router.log()
+    );
     let ready = began.elapsed();
     ensure!(router.is_up(POOL).await?, "discovery_up is 0");
-    Ok(format!("fleet {:.2} s and ready {:.1} s after the start", fleet.as_secs_f64(), ready.as_secs_f64()))
+    Ok(format!(
+        "fleet {:.2} s and ready {:.1} s after the start",
+        fleet.as_secs_f64(),
+        ready.as_secs_f64()
+    ))
 }
 
 pub(super) async fn pool_created_later(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -45,11 +60,17 @@ pub(super) async fn pool_created_later(plane: Arc<TestControlPlane>) -> CaseResu
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace.start_router().await?;
     router.wait_log("there is no such InferencePool").await?;
-    ensure!(!router.is_up(POOL).await?, "discovery_up is 1 without a pool");
+    ensure!(
+        !router.is_up(POOL).await?,
+        "discovery_up is 1 without a pool"
+    );
     namespace.create_pool(&[8000]).await?;
     let took = router.wait_fleet(&["a 127.0.1.1:8000"]).await?;
     router.wait_up(POOL, true, PATIENCE).await?;
-    Ok(format!("\"there is no such InferencePool\", up 0; fleet {} ms after the pool", took.as_millis()))
+    Ok(format!(
+        "\"there is no such InferencePool\", up 0; fleet {} ms after the pool",
+        took.as_millis()
+    ))
 }
 
 pub(super) async fn pool_of_other_namespace(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -57,41 +78,76 @@ pub(super) async fn pool_of_other_namespace(plane: Arc<TestControlPlane>) -> Cas
     let other = TestNamespace::create(&plane).await?;
     let mut entry = pool_entry(POOL);
     entry["namespace"] = json!(other.name);
-    let router = namespace.start_router_with(json!({"kubernetes": {"pools": [entry]}})).await?;
+    let router = namespace
+        .start_router_with(json!({"kubernetes": {"pools": [entry]}}))
+        .await?;
     router.wait_log("forbidden").await?;
-    ensure!(router.log().contains(&other.name), "the log does not name {}:\n{}", other.name, router.log());
+    ensure!(
+        router.log().contains(&other.name),
+        "the log does not name {}:\n{}",
+        other.name,
+        router.log()
+    );
     Ok("forbidden; the log names the namespace".to_owned())
 }
 
 pub(super) async fn two_pools(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
-    namespace.create_of(INFERENCE_POOLS, &inference_pool("second", &json!({"app": "second"}), &[9000])).await?;
+    namespace
+        .create_of(
+            INFERENCE_POOLS,
+            &inference_pool("second", &json!({"app": "second"}), &[9000]),
+        )
+        .await?;
     namespace.create_pod("a", "127.0.1.1").await?;
-    namespace.create_pod_with("b", "127.0.1.2", &json!({"app": "second"})).await?;
+    namespace
+        .create_pod_with("b", "127.0.1.2", &json!({"app": "second"}))
+        .await?;
     let pools = [POOL, "second", "misspelt"].map(pool_entry);
-    let router = namespace.start_router_with(json!({"kubernetes": {"pools": pools}})).await?;
-    router.wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:9000"]).await?;
+    let router = namespace
+        .start_router_with(json!({"kubernetes": {"pools": pools}}))
+        .await?;
+    router
+        .wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:9000"])
+        .await?;
     router.wait_up(POOL, true, PATIENCE).await?;
     router.wait_up("second", true, PATIENCE).await?;
     router.wait_up("misspelt", false, PATIENCE).await?;
     router.wait_log("kubernetes misspelt").await?;
-    ensure!(until(PATIENCE, async || router.is_ready().await).await, "not ready");
+    ensure!(
+        until(PATIENCE, async || router.is_ready().await).await,
+        "not ready"
+    );
     Ok("fleet of two pools, ready; up 0 for the misspelt third, which the log names".to_owned())
 }
 
 pub(super) async fn pools_with_same_pods(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
-    namespace.create_of(INFERENCE_POOLS, &inference_pool("second", &engine_labels(), &[8000])).await?;
+    namespace
+        .create_of(
+            INFERENCE_POOLS,
+            &inference_pool("second", &engine_labels(), &[8000]),
+        )
+        .await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let pools = [POOL, "second"].map(pool_entry);
-    let router = namespace.start_router_with(json!({"kubernetes": {"pools": pools}})).await?;
+    let router = namespace
+        .start_router_with(json!({"kubernetes": {"pools": pools}}))
+        .await?;
     router.wait_fleet(&["a 127.0.1.1:8000"]).await?;
     router.wait_log("127.0.1.1:8000").await?;
-    router.keeps_fleet(Duration::from_millis(500), &["a 127.0.1.1:8000"]).await?;
-    let taints = router.fleet_by(|worker| worker["taints"].to_string()).await?;
-    ensure!(taints.iter().all(|taints| taints.contains(POOL)), "{taints:?}");
+    router
+        .keeps_fleet(Duration::from_millis(500), &["a 127.0.1.1:8000"])
+        .await?;
+    let taints = router
+        .fleet_by(|worker| worker["taints"].to_string())
+        .await?;
+    ensure!(
+        taints.iter().all(|taints| taints.contains(POOL)),
+        "{taints:?}"
+    );
     Ok("the first pool has the worker; a warning names the address".to_owned())
 }
 
@@ -112,16 +168,25 @@ pub(super) async fn account_with_newlines(plane: Arc<TestControlPlane>) -> CaseR
 
 pub(super) async fn no_service_account(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
-    let options = RouterOptions { account: None, ..namespace.options(json!({})).await? };
+    let options = RouterOptions {
+        account: None,
+        ..namespace.options(json!({})).await?
+    };
     let router = RouterProcess::start(options).await?;
     router.wait_log("automountServiceAccountToken").await?;
     // Attempts are repeated, the message is not.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let lines = router.log_lines("automountServiceAccountToken");
-    ensure!(router.is_running() && !router.is_ready().await, "warmroute ended, or is ready without a worker");
+    ensure!(
+        router.is_running() && !router.is_ready().await,
+        "warmroute ended, or is ready without a worker"
+    );
     ensure!(lines == 1, "logged {lines} times:\n{}", router.log());
     let page = router.page("readyz").await?;
-    Ok(format!("names automountServiceAccountToken, once; /readyz: {}", page.trim().replace('|', "/")))
+    Ok(format!(
+        "names automountServiceAccountToken, once; /readyz: {}",
+        page.trim().replace('|', "/")
+    ))
 }
 
 /// Starts with an account that is wrong, and replaces it after 6 s.
@@ -142,21 +207,32 @@ async fn replaced_later(
     router.wait_log(message).await?;
     tokio::time::sleep(Duration::from_secs(6)).await;
     router.mount(&right)?;
-    let took = router.wait_fleet_within(Duration::from_secs(80), &["a 127.0.1.1:8000"]).await?;
-    ensure!(took < Duration::from_secs(15), "the new file took effect after {took:?}");
+    let took = router
+        .wait_fleet_within(Duration::from_secs(80), &["a 127.0.1.1:8000"])
+        .await?;
+    ensure!(
+        took < Duration::from_secs(15),
+        "the new file took effect after {took:?}"
+    );
     Ok(took)
 }
 
 pub(super) async fn unknown_token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let wrong = |account: &mut MountedAccount| account.token = "unknown".to_owned();
     let took = replaced_later(&plane, wrong, "Unauthorized").await?;
-    Ok(format!("\"Unauthorized\"; fleet {:.1} s after the new token", took.as_secs_f64()))
+    Ok(format!(
+        "\"Unauthorized\"; fleet {:.1} s after the new token",
+        took.as_secs_f64()
+    ))
 }
 
 pub(super) async fn wrong_authority_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let wrong = |account: &mut MountedAccount| account.ca = Authority::new("another").cert;
     let took = replaced_later(&plane, wrong, "certificate").await?;
-    Ok(format!("names the certificate; fleet {:.1} s after the new ca.crt", took.as_secs_f64()))
+    Ok(format!(
+        "names the certificate; fleet {:.1} s after the new ca.crt",
+        took.as_secs_f64()
+    ))
 }
 
 /// A proxy in front of the API server answers 503 for a while.
@@ -165,24 +241,38 @@ pub(super) async fn api_server_unavailable(plane: Arc<TestControlPlane>) -> Case
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let proxy = ApiProxy::start(&plane, ProxyMode::Status(503)).await?;
-    let options = RouterOptions { api_server: proxy.address, ..namespace.options(json!({})).await? };
+    let options = RouterOptions {
+        api_server: proxy.address,
+        ..namespace.options(json!({})).await?
+    };
     let router = RouterProcess::start(options).await?;
     router.wait_log("503").await?;
     tokio::time::sleep(Duration::from_secs(20)).await;
     let lines = router.log_lines("503");
     proxy.set(ProxyMode::Pass);
-    let took = router.wait_fleet_within(Duration::from_secs(60), &["a 127.0.1.1:8000"]).await?;
-    ensure!(took < Duration::from_secs(8), "the fleet came {took:?} after the outage");
+    let took = router
+        .wait_fleet_within(Duration::from_secs(60), &["a 127.0.1.1:8000"])
+        .await?;
+    ensure!(
+        took < Duration::from_secs(8),
+        "the fleet came {took:?} after the outage"
+    );
     ensure!(lines <= 6, "503 is in {lines} lines of the log");
-    Ok(format!("503 for 20 s: {lines} lines; fleet {:.1} s after it", took.as_secs_f64()))
+    Ok(format!(
+        "503 for 20 s: {lines} lines; fleet {:.1} s after it",
+        took.as_secs_f64()
+    ))
 }
 
 /// Labels and ports in place of an InferencePool, beside a pool whose InferencePool is absent.
 pub(super) async fn pool_by_labels(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
-    namespace.create_pod_with("a", "127.0.1.1", &json!({"app": "labelled"})).await?;
+    namespace
+        .create_pod_with("a", "127.0.1.1", &json!({"app": "labelled"}))
+        .await?;
     namespace.create_pod("other", "127.0.1.2").await?;
-    let labelled = json!({"selector": {"app": "labelled"}, "ports": [9000], "worker": {"model": "qwen2.5"}});
+    let labelled =
+        json!({"selector": {"app": "labelled"}, "ports": [9000], "worker": {"model": "qwen2.5"}});
     let config = json!({"pool": null, "kubernetes": {"pools": [pool_entry(POOL), labelled]}});
     let router = namespace.start_router_with(config).await?;
     router.wait_fleet(&["a 127.0.1.1:9000"]).await?;

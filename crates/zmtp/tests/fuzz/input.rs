@@ -76,7 +76,11 @@ fn mutate(input: &mut Vec<u8>, random: &mut SmallRng) {
         2 => input.truncate(at),
         3 => input.insert(at, random.random()),
         _ => {
-            let length: u64 = if random.random() { random.random() } else { random.random_range(0..4096) };
+            let length: u64 = if random.random() {
+                random.random()
+            } else {
+                random.random_range(0..4096)
+            };
             let header = [&[random.random_range(0..8) | 2], &length.to_be_bytes()[..]].concat();
             input.splice(at..at, header);
         }

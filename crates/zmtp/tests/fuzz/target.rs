@@ -7,11 +7,15 @@ use bytes::Bytes;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
 use tokio::runtime::{Builder, Runtime};
 use warmroute_zmtp::{
-    ConnectionTiming, ExceededLimit, MessageLimits, SessionEvent, SocketRole, ZmtpConnection, ZmtpSession,
+    ConnectionTiming, ExceededLimit, MessageLimits, SessionEvent, SocketRole, ZmtpConnection,
+    ZmtpSession,
 };
 
 /// Small, so that inputs of a few hundred bytes reach the limits.
-pub(crate) const LIMITS: MessageLimits = MessageLimits { message: 96, frames: 4 };
+pub(crate) const LIMITS: MessageLimits = MessageLimits {
+    message: 96,
+    frames: 4,
+};
 const SKIPPED: u64 = 16;
 const COMMAND: u64 = 8 * 1024;
 
@@ -31,11 +35,19 @@ thread_local! {
 
 /// Runs one input: the role, the size of the pieces, and the peer's bytes.
 pub(crate) fn run(input: &[u8]) {
-    let [role, piece, bytes @ ..] = input else { return };
+    let [role, piece, bytes @ ..] = input else {
+        return;
+    };
     let dealer = role & 1 == 1;
     let expected = parse(bytes, dealer);
-    let received = RUNTIME.with_borrow(|runtime| runtime.block_on(receive(bytes, dealer, usize::from(*piece) + 1)));
-    assert_eq!(received, expected, "dealer: {dealer}, in pieces of {}", usize::from(*piece) + 1);
+    let received = RUNTIME
+        .with_borrow(|runtime| runtime.block_on(receive(bytes, dealer, usize::from(*piece) + 1)));
+    assert_eq!(
+        received,
+        expected,
+        "dealer: {dealer}, in pieces of {}",
+        usize::from(*piece) + 1
+    );
     let payload: usize = received.events.iter().map(size).sum();
     assert!(payload <= bytes.len());
 }
@@ -73,13 +85,29 @@ async fn receive(bytes: &[u8], dealer: bool, piece: usize) -> Outcome {
 }
 
 async fn consume(stream: tokio::io::DuplexStream, dealer: bool) -> Outcome {
-    let role = if dealer { SocketRole::Dealer } else { SocketRole::Sub { topic: Bytes::from_static(b"kv") } };
+    let role = if dealer {
+        SocketRole::Dealer
+    } else {
+        SocketRole::Sub {
+            topic: Bytes::from_static(b"kv"),
+        }
+    };
     let mut outcome = Outcome::default();
-    let mut connection =
-        match ZmtpConnection::handshake(stream, ZmtpSession::new(role, LIMITS), ConnectionTiming::default()).await {
-            Ok(connection) => connection,
-            Err(error) => return Outcome { violation: error.reason() != "closed_in_handshake", ..outcome },
-        };
+    let mut connection = match ZmtpConnection::handshake(
+        stream,
+        ZmtpSession::new(role, LIMITS),
+        ConnectionTiming::default(),
+    )
+    .await
+    {
+        Ok(connection) => connection,
+        Err(error) => {
+            return Outcome {
+                violation: error.reason() != "closed_in_handshake",
+                ..outcome
+            };
+        }
+    };
     outcome.ready = true;
     loop {
         match connection.next_event().await {
@@ -109,19 +137,30 @@ struct ParsedFrame<'a> {
 }
 
 /// The next frame. `None` where the bytes end.
-fn frame(bytes: &[u8], at_most: impl Fn(u8, u64) -> bool) -> Result<Option<ParsedFrame<'_>>, Violation> {
-    let Some((&flags, rest)) = bytes.split_first() else { return Ok(None) };
+fn frame(
+    bytes: &[u8],
+    at_most: impl Fn(u8, u64) -> bool,
+) -> Result<Option<ParsedFrame<'_>>, Violation> {
+    let Some((&flags, rest)) = bytes.split_first() else {
+        return Ok(None);
+    };
     let (length, rest) = if flags & 2 == 0 {
-        let Some((&length, rest)) = rest.split_first() else { return Ok(None) };
+        let Some((&length, rest)) = rest.split_first() else {
+            return Ok(None);
+        };
         (u64::from(length), rest)
     } else {
-        let Some((length, rest)) = rest.split_first_chunk() else { return Ok(None) };
+        let Some((length, rest)) = rest.split_first_chunk() else {
+            return Ok(None);
+        };
         (u64::from_be_bytes(*length), rest)
     };
     if flags > 7 || flags & 5 == 5 || !at_most(flags, length) {
         return Err(Violation);
     }
-    let complete = usize::try_from(length).ok().and_then(|length| rest.split_at_checked(length));
+    let complete = usize::try_from(length)
+        .ok()
+        .and_then(|length| rest.split_at_checked(length));
     Ok(complete.map(|(body, rest)| ParsedFrame { flags, body, rest }))
 }
 
@@ -130,14 +169,22 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
     if !is(0, &|byte| byte == 0xff) || !is(9, &|byte| byte & 1 == 1) || !is(10, &|byte| byte >= 3) {
         return Err(Violation);
     }
-    let Some((greeting, rest)) = bytes.split_at_checked(64) else { return Ok(()) };
+    let Some((greeting, rest)) = bytes.split_at_checked(64) else {
+        return Ok(());
+    };
     if !greeting[12..32].starts_with(b"NULL\0") {
         return Err(Violation);
     }
-    let Some(handshake) = frame(rest, |flags, length| flags & 4 != 0 && length <= COMMAND)? else { return Ok(()) };
+    let Some(handshake) = frame(rest, |flags, length| flags & 4 != 0 && length <= COMMAND)? else {
+        return Ok(());
+    };
     let mut rest = handshake.rest;
     let socket_type = ready(handshake.body).ok_or(Violation)?;
-    let accepted: [&[u8]; 3] = if dealer { [b"ROUTER", b"DEALER", b"REP"] } else { [b"PUB", b"XPUB", b"XPUB"] };
+    let accepted: [&[u8]; 3] = if dealer {
+        [b"ROUTER", b"DEALER", b"REP"]
+    } else {
+        [b"PUB", b"XPUB", b"XPUB"]
+    };
     if !accepted.contains(&&socket_type[..]) {
         return Err(Violation);
     }
@@ -151,7 +198,14 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
             0 => length.saturating_add(total) <= limit * SKIPPED,
             _ => length <= COMMAND,
         };
-        let Some(ParsedFrame { flags, body, rest: after }) = frame(rest, sound)? else { return Ok(()) };
+        let Some(ParsedFrame {
+            flags,
+            body,
+            rest: after,
+        }) = frame(rest, sound)?
+        else {
+            return Ok(());
+        };
         rest = after;
         if flags & 4 != 0 {
             traffic_command(body)?;
@@ -164,7 +218,9 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
             return Err(Violation);
         }
         if flags & 1 == 0 {
-            outcome.events.push(event(std::mem::take(&mut parts), count, total));
+            outcome
+                .events
+                .push(event(std::mem::take(&mut parts), count, total));
             count = 0;
             total = 0;
         }
@@ -206,7 +262,9 @@ fn ready(body: &[u8]) -> Option<Vec<u8>> {
 
 fn traffic_command(body: &[u8]) -> Result<(), Violation> {
     let (&length, rest) = body.split_first().ok_or(Violation)?;
-    let (name, data) = rest.split_at_checked(usize::from(length)).ok_or(Violation)?;
+    let (name, data) = rest
+        .split_at_checked(usize::from(length))
+        .ok_or(Violation)?;
     match name {
         b"ERROR" => Err(Violation),
         b"PING" if !(2..=18).contains(&data.len()) => Err(Violation),

@@ -40,7 +40,11 @@ fn a_repeat_hits_all_full_blocks_but_never_the_last_token() {
     for (prompt, hit) in [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)] {
         let mut cache = Cache::new(BLOCK, 32);
         assert_eq!(once(&mut cache, plain(0..prompt)), 0);
-        assert_eq!(once(&mut cache, plain(0..prompt)), hit, "prompt of {prompt}");
+        assert_eq!(
+            once(&mut cache, plain(0..prompt)),
+            hit,
+            "prompt of {prompt}"
+        );
     }
 }
 
@@ -71,12 +75,18 @@ fn the_recomputed_last_block_of_an_aligned_prompt_is_stored_again_and_removed_as
     }
     let stored = cache.take_events();
     assert_eq!(shape(&stored), ["stored 2", "stored 1", "stored 1"]);
-    let CacheEvent::Stored(last) = &stored[2] else { panic!("{stored:?}") };
+    let CacheEvent::Stored(last) = &stored[2] else {
+        panic!("{stored:?}")
+    };
     assert_eq!(cache.content()[&last.hashes[0]], 3);
     assert_eq!(last.parent, stored_hashes(&stored[0]).first().copied());
     assert_eq!(last.tokens, [4, 5, 6, 7]);
     once(&mut cache, plain(100..132));
-    let removed = cache.take_events().iter().filter(|event| **event == CacheEvent::Removed(last.hashes[0])).count();
+    let removed = cache
+        .take_events()
+        .iter()
+        .filter(|event| **event == CacheEvent::Removed(last.hashes[0]))
+        .count();
     assert_eq!(removed, 3);
 }
 
@@ -99,7 +109,11 @@ fn eviction_takes_the_least_recently_used_prefix_from_its_tail() {
     // One of the two came from the block that the repeat left unfilled, the other from the old tail.
     assert_eq!(shape(&events), ["removed", "stored 2"]);
     assert_eq!(events[0], CacheEvent::Removed(stored_hashes(&old[0])[2]));
-    assert_eq!(once(&mut cache, plain(0..13)), 8, "what was hit last stays longest");
+    assert_eq!(
+        once(&mut cache, plain(0..13)),
+        8,
+        "what was hit last stays longest"
+    );
 }
 
 #[test]
@@ -108,7 +122,10 @@ fn removals_precede_the_stores_of_the_same_admission() {
     once(&mut cache, plain(0..16));
     cache.take_events();
     once(&mut cache, plain(100..116));
-    assert_eq!(shape(&cache.take_events()), ["removed", "removed", "removed", "removed", "stored 4"]);
+    assert_eq!(
+        shape(&cache.take_events()),
+        ["removed", "removed", "removed", "removed", "stored 4"]
+    );
 }
 
 #[test]
@@ -124,7 +141,9 @@ fn chunks_and_generated_tokens_store_their_blocks_with_their_parent() {
     }
     let events = cache.take_events();
     assert_eq!(shape(&events), ["stored 1", "stored 1", "stored 1"]);
-    let CacheEvent::Stored(decoded) = &events[2] else { panic!("{events:?}") };
+    let CacheEvent::Stored(decoded) = &events[2] else {
+        panic!("{events:?}")
+    };
     assert_eq!(decoded.tokens, [8, 9, 50, 51]);
     assert_eq!(decoded.parent, stored_hashes(&events[1]).first().copied());
     assert_eq!(sequence.computed(), 13);
@@ -143,19 +162,49 @@ fn twins_in_the_same_step_share_the_blocks_of_the_first() {
 
 #[test]
 fn salt_and_adapter_separate_equal_tokens_and_show_in_the_extra_keys() {
-    let salted = |salt: &str| Sequence::new((0..12).collect(), Keys { salt: Some(Arc::from(salt)), ..Keys::default() });
-    let lora = Some(Lora { id: 1, name: Arc::from("lora-x") });
-    let adapted = Keys { lora, salt: Some(Arc::from("tenant")), session: Some(Arc::from("s")) };
+    let salted = |salt: &str| {
+        Sequence::new(
+            (0..12).collect(),
+            Keys {
+                salt: Some(Arc::from(salt)),
+                ..Keys::default()
+            },
+        )
+    };
+    let lora = Some(Lora {
+        id: 1,
+        name: Arc::from("lora-x"),
+    });
+    let adapted = Keys {
+        lora,
+        salt: Some(Arc::from("tenant")),
+        session: Some(Arc::from("s")),
+    };
     let mut cache = Cache::new(BLOCK, 32);
     assert_eq!(once(&mut cache, plain(0..12)), 0);
     assert_eq!(once(&mut cache, salted("a")), 0);
     assert_eq!(once(&mut cache, salted("b")), 0);
     assert_eq!(once(&mut cache, salted("a")), 8);
-    assert_eq!(once(&mut cache, Sequence::new((0..12).collect(), adapted.clone())), 0);
+    assert_eq!(
+        once(
+            &mut cache,
+            Sequence::new((0..12).collect(), adapted.clone())
+        ),
+        0
+    );
     let events = cache.take_events();
-    let Some(CacheEvent::Stored(stored)) = events.last() else { panic!("{events:?}") };
+    let Some(CacheEvent::Stored(stored)) = events.last() else {
+        panic!("{events:?}")
+    };
     let lora_only = Some(vec![Arc::from("lora-x")]);
-    assert_eq!(stored.extra_keys, [Some(vec![Arc::from("lora-x"), Arc::from("tenant")]), lora_only.clone(), lora_only]);
+    assert_eq!(
+        stored.extra_keys,
+        [
+            Some(vec![Arc::from("lora-x"), Arc::from("tenant")]),
+            lora_only.clone(),
+            lora_only
+        ]
+    );
     assert_eq!(stored.lora, adapted.lora);
     assert_eq!(stored.session.as_deref(), Some("s"));
 }
@@ -222,11 +271,21 @@ fn replay(model: &mut BTreeMap<EngineHash, usize>, events: &[CacheEvent]) {
         match event {
             CacheEvent::Stored(stored) => {
                 assert_eq!(stored.tokens.len(), stored.hashes.len() * BLOCK);
-                assert!(stored.parent.is_none_or(|parent| model.contains_key(&parent)), "a parent is stored first");
-                stored.hashes.iter().for_each(|&hash| *model.entry(hash).or_default() += 1);
+                assert!(
+                    stored
+                        .parent
+                        .is_none_or(|parent| model.contains_key(&parent)),
+                    "a parent is stored first"
+                );
+                stored
+                    .hashes
+                    .iter()
+                    .for_each(|&hash| *model.entry(hash).or_default() += 1);
             }
             CacheEvent::Removed(hash) => {
-                let copies = model.get_mut(hash).expect("only what was stored is removed");
+                let copies = model
+                    .get_mut(hash)
+                    .expect("only what was stored is removed");
                 *copies -= 1;
                 if *copies == 0 {
                     model.remove(hash);
@@ -239,18 +298,36 @@ fn replay(model: &mut BTreeMap<EngineHash, usize>, events: &[CacheEvent]) {
 
 fn check(cache: &Cache, running: &[Sequence], model: &BTreeMap<EngineHash, usize>) {
     let mut refs = vec![0; cache.num_blocks()];
-    running.iter().flat_map(|sequence| &sequence.blocks).for_each(|&id| refs[id] += 1);
+    running
+        .iter()
+        .flat_map(|sequence| &sequence.blocks)
+        .for_each(|&id| refs[id] += 1);
     let free: HashSet<BlockId> = cache.free.values().copied().collect();
     for (id, block) in cache.blocks.iter().enumerate() {
         assert_eq!(block.refs, refs[id], "references of block {id}");
-        assert_eq!(free.contains(&id), block.refs == 0, "block {id} is either free or held");
-        let listed = cache.cached.iter().filter(|(_, copies)| copies.contains(&id)).map(|(&hash, _)| hash);
-        assert_eq!(listed.collect::<Vec<_>>(), block.hash.into_iter().collect::<Vec<_>>(), "name of block {id}");
+        assert_eq!(
+            free.contains(&id),
+            block.refs == 0,
+            "block {id} is either free or held"
+        );
+        let listed = cache
+            .cached
+            .iter()
+            .filter(|(_, copies)| copies.contains(&id))
+            .map(|(&hash, _)| hash);
+        assert_eq!(
+            listed.collect::<Vec<_>>(),
+            block.hash.into_iter().collect::<Vec<_>>(),
+            "name of block {id}"
+        );
     }
     for sequence in running {
         assert_eq!(sequence.blocks.len(), sequence.computed.div_ceil(BLOCK));
         for position in 0..sequence.computed / BLOCK {
-            assert_eq!(cache.blocks[sequence.blocks[position]].hash, Some(sequence.hashes[position]));
+            assert_eq!(
+                cache.blocks[sequence.blocks[position]].hash,
+                Some(sequence.hashes[position])
+            );
         }
     }
     assert_eq!(&cache.content(), model);
@@ -260,11 +337,18 @@ fn check(cache: &Cache, running: &[Sequence], model: &BTreeMap<EngineHash, usize
 #[test]
 fn what_was_written_stays_until_somebody_elses_is_written_there() {
     let mut cache = Cache::new(BLOCK, 4);
-    let keys = |salt: &str| Keys { salt: Some(Arc::from(salt)), ..Keys::default() };
+    let keys = |salt: &str| Keys {
+        salt: Some(Arc::from(salt)),
+        ..Keys::default()
+    };
     let tokens = |range: std::ops::Range<u32>| range.collect::<Vec<_>>();
     let serves = |cache: &Cache, numbers: &[usize], needed: &[Written]| -> Vec<bool> {
         let found = cache.read(numbers);
-        found.iter().zip(needed).map(|(found, needed)| found.as_ref().unwrap().serves(needed)).collect()
+        found
+            .iter()
+            .zip(needed)
+            .map(|(found, needed)| found.as_ref().unwrap().serves(needed))
+            .collect()
     };
     let mut lent = Sequence::new(tokens(0..10), keys("a"));
     prefill(&mut cache, &mut lent).unwrap();
@@ -272,21 +356,53 @@ fn what_was_written_stays_until_somebody_elses_is_written_there() {
     let needed = Written::of_prompt(&tokens(0..10), &keys("a"), BLOCK);
     assert_eq!(serves(&cache, &numbers, &needed), [true; 3]);
     let shorter = Written::of_prompt(&tokens(0..9), &keys("a"), BLOCK);
-    assert_eq!(serves(&cache, &numbers, &shorter), [true; 3], "more than is needed does no harm");
-    for (other, salt) in [(tokens(0..11), "a"), (tokens(0..10), "b"), (tokens(1..11), "a")] {
+    assert_eq!(
+        serves(&cache, &numbers, &shorter),
+        [true; 3],
+        "more than is needed does no harm"
+    );
+    for (other, salt) in [
+        (tokens(0..11), "a"),
+        (tokens(0..10), "b"),
+        (tokens(1..11), "a"),
+    ] {
         let other = Written::of_prompt(&other, &keys(salt), BLOCK);
-        assert!(serves(&cache, &numbers, &other).contains(&false), "{other:?}");
+        assert!(
+            serves(&cache, &numbers, &other).contains(&false),
+            "{other:?}"
+        );
     }
     // The same tokens after others are something else.
     let after = [tokens(4..8), tokens(4..10)].concat();
-    assert_eq!(serves(&cache, &numbers[1..], &Written::of_prompt(&after, &keys("a"), BLOCK)[1..]), [false; 2]);
+    assert_eq!(
+        serves(
+            &cache,
+            &numbers[1..],
+            &Written::of_prompt(&after, &keys("a"), BLOCK)[1..]
+        ),
+        [false; 2]
+    );
     cache.release(&mut lent);
-    assert_eq!(serves(&cache, &numbers, &needed), [true; 3], "free, and still there");
+    assert_eq!(
+        serves(&cache, &numbers, &needed),
+        [true; 3],
+        "free, and still there"
+    );
     let mut other = plain(100..116);
     prefill(&mut cache, &mut other).unwrap();
     assert_eq!(serves(&cache, &numbers, &needed), [false; 3]);
-    assert_eq!(cache.read(&[0, 5]), [None, None], "no block has these numbers");
-    assert_eq!(cache.read(&[other.block_numbers()[3]])[0].as_ref().unwrap().tokens(), tokens(112..116));
+    assert_eq!(
+        cache.read(&[0, 5]),
+        [None, None],
+        "no block has these numbers"
+    );
+    assert_eq!(
+        cache.read(&[other.block_numbers()[3]])[0]
+            .as_ref()
+            .unwrap()
+            .tokens(),
+        tokens(112..116)
+    );
 }
 
 #[test]
@@ -299,20 +415,30 @@ fn a_growing_block_holds_what_was_computed_so_far() {
         cache.grow(&mut sequence, 1).unwrap();
     }
     let found = cache.read(&sequence.block_numbers());
-    let held: Vec<_> = found.iter().map(|block| block.as_ref().unwrap().tokens().to_vec()).collect();
+    let held: Vec<_> = found
+        .iter()
+        .map(|block| block.as_ref().unwrap().tokens().to_vec())
+        .collect();
     assert_eq!(held, [vec![0, 1, 2, 3], vec![4, 5]]);
 }
 
 fn naive_hit(prefixes: &HashSet<Vec<u32>>, tokens: &[u32]) -> usize {
     let most = (tokens.len() - 1) / BLOCK;
-    (1..=most).take_while(|blocks| prefixes.contains(&tokens[..blocks * BLOCK])).count() * BLOCK
+    (1..=most)
+        .take_while(|blocks| prefixes.contains(&tokens[..blocks * BLOCK]))
+        .count()
+        * BLOCK
 }
 
 /// The prefixes behind the cached hashes, learnt from nothing but the sequences that ran.
 fn note_prefixes(names: &mut HashMap<EngineHash, Vec<u32>>, sequence: &Sequence) {
     for (position, &hash) in sequence.hashes.iter().enumerate() {
         let prefix = sequence.tokens[..(position + 1) * BLOCK].to_vec();
-        assert_eq!(names.entry(hash).or_insert_with(|| prefix.clone()), &prefix, "one hash, one prefix");
+        assert_eq!(
+            names.entry(hash).or_insert_with(|| prefix.clone()),
+            &prefix,
+            "one hash, one prefix"
+        );
     }
 }
 

@@ -10,12 +10,22 @@ use super::*;
 const BLOCK: usize = 4;
 
 fn scheduler(num_blocks: usize, max_num_batched_tokens: usize, max_num_seqs: usize) -> Scheduler {
-    Scheduler::new(Cache::new(BLOCK, num_blocks), Limits { max_num_batched_tokens, max_num_seqs })
+    Scheduler::new(
+        Cache::new(BLOCK, num_blocks),
+        Limits {
+            max_num_batched_tokens,
+            max_num_seqs,
+        },
+    )
 }
 
 fn job(id: u64, prompt: std::ops::Range<u32>, answer: u32) -> Job {
     let sequence = Sequence::new(prompt.collect(), Keys::default());
-    Job::new(JobId(id), sequence, (0..answer).map(|at| 1000 * id as u32 + at).collect())
+    Job::new(
+        JobId(id),
+        sequence,
+        (0..answer).map(|at| 1000 * id as u32 + at).collect(),
+    )
 }
 
 /// Runs to the end; returns each step with its outputs.
@@ -30,7 +40,12 @@ fn run(scheduler: &mut Scheduler) -> Vec<(Step, Vec<Output>)> {
 }
 
 fn tokens_of(steps: &[(Step, Vec<Output>)], id: u64) -> Vec<u32> {
-    steps.iter().flat_map(|(_, outputs)| outputs).filter(|output| output.job == JobId(id)).map(|o| o.token).collect()
+    steps
+        .iter()
+        .flat_map(|(_, outputs)| outputs)
+        .filter(|output| output.job == JobId(id))
+        .map(|o| o.token)
+        .collect()
 }
 
 #[test]
@@ -38,9 +53,14 @@ fn a_long_prompt_is_prefilled_in_chunks_and_then_decoded() {
     let mut scheduler = scheduler(32, 8, 4);
     scheduler.submit(job(1, 0..20, 3));
     let steps = run(&mut scheduler);
-    let work: Vec<_> =
-        steps.iter().map(|(step, outputs)| (step.prefill_tokens, step.decoding, outputs.len())).collect();
-    assert_eq!(work, [(8, 0, 0), (8, 0, 0), (4, 0, 1), (0, 1, 1), (0, 1, 1)]);
+    let work: Vec<_> = steps
+        .iter()
+        .map(|(step, outputs)| (step.prefill_tokens, step.decoding, outputs.len()))
+        .collect();
+    assert_eq!(
+        work,
+        [(8, 0, 0), (8, 0, 0), (4, 0, 1), (0, 1, 1), (0, 1, 1)]
+    );
     assert_eq!(tokens_of(&steps, 1), [1000, 1001, 1002]);
     assert_eq!(scheduler.cache.used_blocks(), 0);
 }
@@ -53,7 +73,9 @@ fn each_chunk_is_one_stored_event_and_the_last_token_is_never_computed() {
     while let Some(step) = scheduler.plan() {
         scheduler.complete(&step);
         for event in scheduler.cache.take_events() {
-            let CacheEvent::Stored(event) = event else { panic!("{event:?}") };
+            let CacheEvent::Stored(event) = event else {
+                panic!("{event:?}")
+            };
             stored.push(event.hashes.len());
         }
     }
@@ -90,10 +112,21 @@ fn twins_admitted_in_one_step_hit_the_first_ones_blocks() {
     let mut scheduler = scheduler(64, 64, 4);
     (1..=3).for_each(|id| scheduler.submit(job(id, 0..10, 1)));
     let step = scheduler.plan().unwrap();
-    let cached: Vec<_> = scheduler.complete(&step).iter().map(|output| output.cached).collect();
+    let cached: Vec<_> = scheduler
+        .complete(&step)
+        .iter()
+        .map(|output| output.cached)
+        .collect();
     assert_eq!(cached, [0, 8, 8]);
     let totals = scheduler.totals();
-    assert_eq!((totals.prefix_queries, totals.prefix_hits, totals.prompt_tokens), (30, 16, 30));
+    assert_eq!(
+        (
+            totals.prefix_queries,
+            totals.prefix_hits,
+            totals.prompt_tokens
+        ),
+        (30, 16, 30)
+    );
 }
 
 #[test]
@@ -107,10 +140,20 @@ fn a_full_cache_preempts_the_youngest_who_resumes_from_its_cached_blocks_without
         let expected: Vec<u32> = (0..10).map(|at| 1000 * id as u32 + at).collect();
         assert_eq!(tokens_of(&steps, id), expected, "job {id}");
     }
-    let admitted: Vec<_> = steps.iter().flat_map(|(step, _)| step.admitted.clone()).collect();
-    assert_eq!(admitted, [JobId(1), JobId(2)], "a preempted job is not admitted as if new");
+    let admitted: Vec<_> = steps
+        .iter()
+        .flat_map(|(step, _)| step.admitted.clone())
+        .collect();
+    assert_eq!(
+        admitted,
+        [JobId(1), JobId(2)],
+        "a preempted job is not admitted as if new"
+    );
     let totals = scheduler.totals();
-    assert_eq!((totals.prefix_queries, totals.prompt_tokens, totals.finished), (16, 16, 2));
+    assert_eq!(
+        (totals.prefix_queries, totals.prompt_tokens, totals.finished),
+        (16, 16, 2)
+    );
     assert_eq!(scheduler.cache.used_blocks(), 0);
 }
 
@@ -136,8 +179,18 @@ fn an_abort_frees_the_blocks_but_keeps_them_cached() {
     scheduler.abort(JobId(2));
     scheduler.abort(JobId(99));
     assert_eq!(scheduler.complete(&step), []);
-    assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.cache.used_blocks()), (0, 0, 0));
-    assert_eq!((scheduler.cache.cached_blocks(), scheduler.totals().aborted), (3, 2));
+    assert_eq!(
+        (
+            scheduler.running(),
+            scheduler.waiting(),
+            scheduler.cache.used_blocks()
+        ),
+        (0, 0, 0)
+    );
+    assert_eq!(
+        (scheduler.cache.cached_blocks(), scheduler.totals().aborted),
+        (3, 2)
+    );
     assert_eq!(scheduler.plan(), None);
 }
 
@@ -156,19 +209,48 @@ fn a_fetched_prompt_costs_one_token_and_its_blocks_are_stored_when_they_come() {
     // Two of five blocks are here; the fifth is full, the prompt ends with it.
     scheduler.submit(job(2, 0..20, 3).with_part(Part::Fetch));
     assert_eq!(fetches(&mut scheduler), [(JobId(2), 3)]);
-    assert_eq!((scheduler.waiting(), scheduler.running(), scheduler.cache.used_blocks()), (1, 0, 5));
-    assert_eq!(scheduler.cache.take_events(), [], "nothing is stored before it is here");
+    assert_eq!(
+        (
+            scheduler.waiting(),
+            scheduler.running(),
+            scheduler.cache.used_blocks()
+        ),
+        (1, 0, 5)
+    );
+    assert_eq!(
+        scheduler.cache.take_events(),
+        [],
+        "nothing is stored before it is here"
+    );
     scheduler.received(JobId(2), None);
     let steps = run(&mut scheduler);
-    let work: Vec<_> = steps.iter().map(|(step, _)| (step.prefill_tokens, step.decoding)).collect();
+    let work: Vec<_> = steps
+        .iter()
+        .map(|(step, _)| (step.prefill_tokens, step.decoding))
+        .collect();
     assert_eq!(work, [(1, 0), (0, 1), (0, 1)]);
     assert_eq!(tokens_of(&steps, 2), [2000, 2001, 2002]);
-    assert_eq!(steps[0].1[0].cached, 8, "only what was here before counts as cached");
+    assert_eq!(
+        steps[0].1[0].cached, 8,
+        "only what was here before counts as cached"
+    );
     let events = scheduler.cache.take_events();
-    let [CacheEvent::Stored(stored)] = &events[..] else { panic!("{events:?}") };
-    assert_eq!((stored.tokens.as_slice(), stored.hashes.len()), ((8..20).collect::<Vec<_>>().as_slice(), 3));
+    let [CacheEvent::Stored(stored)] = &events[..] else {
+        panic!("{events:?}")
+    };
+    assert_eq!(
+        (stored.tokens.as_slice(), stored.hashes.len()),
+        ((8..20).collect::<Vec<_>>().as_slice(), 3)
+    );
     let totals = scheduler.totals();
-    assert_eq!((totals.prefix_hits, totals.fetched, scheduler.cache.used_blocks()), (8, 12, 0));
+    assert_eq!(
+        (
+            totals.prefix_hits,
+            totals.fetched,
+            scheduler.cache.used_blocks()
+        ),
+        (8, 12, 0)
+    );
 }
 
 #[test]
@@ -181,7 +263,14 @@ fn a_fetch_that_fails_gives_its_blocks_back() {
     scheduler.abort(JobId(1));
     scheduler.received(JobId(1), None);
     assert_eq!(tokens_of(&run(&mut scheduler), 2), [2000]);
-    assert_eq!((scheduler.totals().aborted, scheduler.totals().fetched, scheduler.cache.used_blocks()), (1, 0, 0));
+    assert_eq!(
+        (
+            scheduler.totals().aborted,
+            scheduler.totals().fetched,
+            scheduler.cache.used_blocks()
+        ),
+        (1, 0, 0)
+    );
 }
 
 #[test]
@@ -192,9 +281,21 @@ fn what_cannot_be_fetched_is_computed_before_all_that_wait_and_wrong_blocks_make
     assert_eq!(fetches(&mut scheduler), [(JobId(1), 8)]);
     scheduler.recompute(JobId(1));
     let steps = run(&mut scheduler);
-    assert_eq!((steps[0].0.prefill_tokens, &steps[0].0.jobs[..]), (30, &[JobId(1)][..]));
-    assert_eq!((tokens_of(&steps, 1), tokens_of(&steps, 2)), (vec![1000, 1001], vec![2000]));
-    assert_eq!((scheduler.totals().fetched, scheduler.totals().prefix_queries), (0, 40));
+    assert_eq!(
+        (steps[0].0.prefill_tokens, &steps[0].0.jobs[..]),
+        (30, &[JobId(1)][..])
+    );
+    assert_eq!(
+        (tokens_of(&steps, 1), tokens_of(&steps, 2)),
+        (vec![1000, 1001], vec![2000])
+    );
+    assert_eq!(
+        (
+            scheduler.totals().fetched,
+            scheduler.totals().prefix_queries
+        ),
+        (0, 40)
+    );
 
     scheduler.submit(job(3, 200..210, 2).with_part(Part::Fetch));
     fetches(&mut scheduler);
@@ -206,12 +307,20 @@ fn what_cannot_be_fetched_is_computed_before_all_that_wait_and_wrong_blocks_make
 #[test]
 fn what_is_lent_stays_until_it_is_released() {
     let mut scheduler = scheduler(8, 16, 4);
-    let part = Part::Lend { name: "a".into(), can_be_aborted: false };
+    let part = Part::Lend {
+        name: "a".into(),
+        can_be_aborted: false,
+    };
     scheduler.submit(job(1, 0..18, 1).with_part(part));
     run(&mut scheduler);
     let mut lent = scheduler.take_lent();
-    let [(JobId(1), name, sequence)] = &mut lent[..] else { panic!("{lent:?}") };
-    assert_eq!((&**name, sequence.computed(), sequence.block_numbers()), ("a", 18, vec![1, 2, 3, 4, 5]));
+    let [(JobId(1), name, sequence)] = &mut lent[..] else {
+        panic!("{lent:?}")
+    };
+    assert_eq!(
+        (&**name, sequence.computed(), sequence.block_numbers()),
+        ("a", 18, vec![1, 2, 3, 4, 5])
+    );
     assert_eq!((scheduler.running(), scheduler.cache.used_blocks()), (0, 5));
     scheduler.submit(job(2, 100..116, 1));
     assert_eq!(scheduler.plan(), None, "only three blocks are free");
@@ -221,18 +330,28 @@ fn what_is_lent_stays_until_it_is_released() {
 
 #[test]
 fn only_a_prefill_that_has_begun_outlives_its_client_and_only_where_engines_are_so() {
-    for (can_be_aborted, has_begun, lives) in
-        [(false, false, false), (false, true, true), (true, false, false), (true, true, false)]
-    {
+    for (can_be_aborted, has_begun, lives) in [
+        (false, false, false),
+        (false, true, true),
+        (true, false, false),
+        (true, true, false),
+    ] {
         let mut scheduler = scheduler(8, 8, 4);
-        scheduler.submit(job(1, 0..18, 1).with_part(Part::Lend { name: "a".into(), can_be_aborted }));
+        scheduler.submit(job(1, 0..18, 1).with_part(Part::Lend {
+            name: "a".into(),
+            can_be_aborted,
+        }));
         if has_begun {
             let step = scheduler.plan().unwrap();
             scheduler.complete(&step);
         }
         scheduler.abort(JobId(1));
         run(&mut scheduler);
-        assert_eq!(scheduler.take_lent().len(), usize::from(lives), "{can_be_aborted}, {has_begun}");
+        assert_eq!(
+            scheduler.take_lent().len(),
+            usize::from(lives),
+            "{can_be_aborted}, {has_begun}"
+        );
         assert_eq!(scheduler.cache.used_blocks(), if lives { 5 } else { 0 });
     }
 }
@@ -241,7 +360,10 @@ fn only_a_prefill_that_has_begun_outlives_its_client_and_only_where_engines_are_
 fn replay(content: &mut BTreeMap<u64, usize>, events: Vec<CacheEvent>) {
     for event in events {
         match event {
-            CacheEvent::Stored(stored) => stored.hashes.iter().for_each(|&hash| *content.entry(hash).or_default() += 1),
+            CacheEvent::Stored(stored) => stored
+                .hashes
+                .iter()
+                .for_each(|&hash| *content.entry(hash).or_default() += 1),
             CacheEvent::Removed(hash) => *content.get_mut(&hash).expect("stored before") -= 1,
             CacheEvent::Cleared => content.clear(),
         }
@@ -250,7 +372,12 @@ fn replay(content: &mut BTreeMap<u64, usize>, events: Vec<CacheEvent>) {
 }
 
 fn part() -> impl Strategy<Value = Part> {
-    let lend = |can_be_aborted| Just(Part::Lend { name: "lease".into(), can_be_aborted });
+    let lend = |can_be_aborted| {
+        Just(Part::Lend {
+            name: "lease".into(),
+            can_be_aborted,
+        })
+    };
     prop_oneof![4 => Just(Part::Whole), 2 => Just(Part::Fetch), 1 => lend(true), 1 => lend(false)]
 }
 

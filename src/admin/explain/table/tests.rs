@@ -6,19 +6,34 @@ use crate::schedule::Cost;
 use crate::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
 fn rank(id: u64) -> WorkerRank {
-    WorkerRank { worker: WorkerId(id), rank: DpRank(0) }
+    WorkerRank {
+        worker: WorkerId(id),
+        rank: DpRank(0),
+    }
 }
 
 fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
-    let cost = total.map(|total| Cost { prefill_cost: total - 1.0, decode_cost: 1.0, total, ..Cost::default() });
+    let cost = total.map(|total| Cost {
+        prefill_cost: total - 1.0,
+        decode_cost: 1.0,
+        total,
+        ..Cost::default()
+    });
     Judged {
         rank: rank(id),
         endpoint: format!("10.0.0.{id}:8000").parse().unwrap(),
         role: Role::Aggregated,
-        overlap: TierBlocks { device: id as u32, ..TierBlocks::default() },
+        overlap: TierBlocks {
+            device: id as u32,
+            ..TierBlocks::default()
+        },
         source: Default::default(),
         cached_tokens: 16 * id,
-        load: Load { active_blocks: 3, active_prefill_tokens: 1234, active_requests: 2 },
+        load: Load {
+            active_blocks: 3,
+            active_prefill_tokens: 1234,
+            active_requests: 2,
+        },
         prefill_tokens: 1300,
         decode_blocks: 8,
         cost,
@@ -72,20 +87,68 @@ worker  endpoint       role         device  host  disk  external  tokens  reques
 ";
     let table = render(&explanation(vec![phase]));
     let lines: Vec<&str> = table.lines().collect();
-    assert_eq!(lines[..5], expected.lines().collect::<Vec<_>>()[..5], "{table}");
+    assert_eq!(
+        lines[..5],
+        expected.lines().collect::<Vec<_>>()[..5],
+        "{table}"
+    );
     let first = |at: usize| lines[at].split_whitespace().collect::<Vec<_>>();
     assert_eq!(first(6)[..3], ["worker", "endpoint", "role"], "{table}");
-    let row = ["10/0", "10.0.0.10:8000", "aggregated", "10", "0", "0", "0", "160", "2", "1234", "1300", "3", "8"];
+    let row = [
+        "10/0",
+        "10.0.0.10:8000",
+        "aggregated",
+        "10",
+        "0",
+        "0",
+        "0",
+        "160",
+        "2",
+        "1234",
+        "1300",
+        "3",
+        "8",
+    ];
     assert_eq!(first(7), row, "{table}");
-    let order: Vec<&str> = lines[14..18].iter().map(|line| line.split_whitespace().next().unwrap()).collect();
+    let order: Vec<&str> = lines[14..18]
+        .iter()
+        .map(|line| line.split_whitespace().next().unwrap())
+        .collect();
     assert_eq!(order, ["10/0", "9/0", "8/0", "7/0"], "{table}");
-    let verdicts = ["winner", "runner-up", "candidate", "excluded: is overloaded"];
-    assert!(lines[14..18].iter().zip(verdicts).all(|(line, verdict)| line.ends_with(verdict)), "{table}");
-    assert!(lines[17].contains("  -  "), "no cost without candidature: {table}");
-    let ends = |number: &str| lines[14..17].iter().find_map(|line| Some(line.find(number)? + number.len()));
-    assert_eq!((ends(" 1020.250"), ends(" 12.500")), (ends(" 12.000"), ends(" 12.000")), "{table}");
+    let verdicts = [
+        "winner",
+        "runner-up",
+        "candidate",
+        "excluded: is overloaded",
+    ];
+    assert!(
+        lines[14..18]
+            .iter()
+            .zip(verdicts)
+            .all(|(line, verdict)| line.ends_with(verdict)),
+        "{table}"
+    );
+    assert!(
+        lines[17].contains("  -  "),
+        "no cost without candidature: {table}"
+    );
+    let ends = |number: &str| {
+        lines[14..17]
+            .iter()
+            .find_map(|line| Some(line.find(number)? + number.len()))
+    };
+    assert_eq!(
+        (ends(" 1020.250"), ends(" 12.500")),
+        (ends(" 12.000"), ends(" 12.000")),
+        "{table}"
+    );
     assert_eq!(lines[19], "Because.", "{table}");
-    assert!(lines.iter().all(|line| line.len() <= 160 && !line.ends_with(' ')), "{table}");
+    assert!(
+        lines
+            .iter()
+            .all(|line| line.len() <= 160 && !line.ends_with(' ')),
+        "{table}"
+    );
 }
 
 #[test]
@@ -99,11 +162,25 @@ fn phases_without_a_choice_or_without_effect_say_so() {
         ties: 1,
         judged: vec![judged(1, winner.map(|_| 2.0), None)],
     };
-    let table = render(&explanation(vec![phase(Role::Prefill, Some(1)), phase(Role::Decode, None)]));
+    let table = render(&explanation(vec![
+        phase(Role::Prefill, Some(1)),
+        phase(Role::Decode, None),
+    ]));
     let said = |text: &str| table.lines().any(|line| line == text);
-    assert!(said("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"), "{table}");
-    assert!(said("decode: 1 of 1 worker ranks are candidates; nobody is chosen"), "{table}");
-    assert!(table.lines().any(|line| line.starts_with("1/0") && line.ends_with("eligible")), "{table}");
+    assert!(
+        said("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"),
+        "{table}"
+    );
+    assert!(
+        said("decode: 1 of 1 worker ranks are candidates; nobody is chosen"),
+        "{table}"
+    );
+    assert!(
+        table
+            .lines()
+            .any(|line| line.starts_with("1/0") && line.ends_with("eligible")),
+        "{table}"
+    );
 }
 
 #[test]
@@ -121,12 +198,18 @@ fn prediction_names_the_worker_that_computes_the_prompt() {
     };
     let computed_by = ComputedBy {
         rank: rank(1),
-        overlap: TierBlocks { device: 2, ..TierBlocks::default() },
+        overlap: TierBlocks {
+            device: 2,
+            ..TierBlocks::default()
+        },
         cached_tokens: 32,
         best_cached_tokens: 32,
         chance_cached_tokens: 16,
     };
-    let table = render(&Explanation { computed_by: Some(computed_by), ..explanation(vec![phase]) });
+    let table = render(&Explanation {
+        computed_by: Some(computed_by),
+        ..explanation(vec![phase])
+    });
     let expected = "cached   32 tokens predicted on 1/0 (prefill), which computes the prompt";
     assert!(table.lines().any(|line| line == expected), "{table}");
 }

@@ -40,8 +40,17 @@ impl Rounds {
 
 impl Model {
     pub(super) fn new(classes: Vec<Class>) -> Self {
-        let rounds = Rounds { deficits: vec![0; classes.len()], at: 0, credited: false };
-        Self { classes, waiting: vec![], blocked: BTreeMap::new(), rounds }
+        let rounds = Rounds {
+            deficits: vec![0; classes.len()],
+            at: 0,
+            credited: false,
+        };
+        Self {
+            classes,
+            waiting: vec![],
+            blocked: BTreeMap::new(),
+            rounds,
+        }
     }
 
     pub(super) fn full(&self, class: usize, workers: u64) -> Option<(LimitKind, u64, u64)> {
@@ -49,11 +58,22 @@ impl Model {
         let limits = self.classes[class].limits;
         let all = [
             (LimitKind::Requests, pending.requests, limits.requests),
-            (LimitKind::PromptTokens, pending.prompt_tokens, limits.prompt_tokens),
-            (LimitKind::CachedTokens, pending.cached_tokens, limits.cached_tokens),
+            (
+                LimitKind::PromptTokens,
+                pending.prompt_tokens,
+                limits.prompt_tokens,
+            ),
+            (
+                LimitKind::CachedTokens,
+                pending.cached_tokens,
+                limits.cached_tokens,
+            ),
         ];
-        let over = all.into_iter().filter_map(|(kind, current, limit)| Some((kind, current, limit? * workers)));
-        over.into_iter().find(|(_, current, limit)| current >= limit)
+        let over = all
+            .into_iter()
+            .filter_map(|(kind, current, limit)| Some((kind, current, limit? * workers)));
+        over.into_iter()
+            .find(|(_, current, limit)| current >= limit)
     }
 
     pub(super) fn push(&mut self, waiter: Waiter) {
@@ -62,7 +82,9 @@ impl Model {
     }
 
     pub(super) fn remove(&mut self, id: usize) -> bool {
-        let Some(at) = self.waiting.iter().position(|waiter| waiter.id == id) else { return false };
+        let Some(at) = self.waiting.iter().position(|waiter| waiter.id == id) else {
+            return false;
+        };
         let gone = self.waiting.remove(at);
         if self.waiting.iter().all(|waiter| waiter.class != gone.class) {
             self.rounds.deficits[gone.class] = 0;
@@ -103,7 +125,8 @@ impl Model {
                 self.remove(first.id);
                 return Some(first.id);
             }
-            self.blocked.insert((first.class, first.turn.lane), first.id);
+            self.blocked
+                .insert((first.class, first.turn.lane), first.id);
         }
     }
 
@@ -119,7 +142,11 @@ impl Model {
 
     /// Those of a class, in order. `sort_by` keeps the order of coming among equals.
     fn sorted(&self, class: usize) -> Vec<&Waiter> {
-        let mut found: Vec<_> = self.waiting.iter().filter(|waiter| waiter.class == class).collect();
+        let mut found: Vec<_> = self
+            .waiting
+            .iter()
+            .filter(|waiter| waiter.class == class)
+            .collect();
         let policy = self.classes[class].policy;
         let rank = |waiter: &Waiter| {
             let turn = &waiter.turn;
@@ -139,18 +166,29 @@ impl Model {
         let mut blocked = std::mem::take(&mut self.blocked);
         blocked.retain(|(class, lane), id| {
             let sorted = self.sorted(*class);
-            sorted.iter().find(|waiter| waiter.turn.lane == *lane).is_some_and(|first| first.id == *id)
+            sorted
+                .iter()
+                .find(|waiter| waiter.turn.lane == *lane)
+                .is_some_and(|first| first.id == *id)
         });
         self.blocked = blocked;
     }
 }
 
 fn cost(turn: &Turn) -> u64 {
-    if turn.cached_tokens >= turn.prompt_tokens { 1 } else { turn.prompt_tokens - turn.cached_tokens }
+    if turn.cached_tokens >= turn.prompt_tokens {
+        1
+    } else {
+        turn.prompt_tokens - turn.cached_tokens
+    }
 }
 
 fn score(policy: Policy, waiter: &Waiter) -> f64 {
-    let jump = if waiter.turn.priority_jump > 0.0 { waiter.turn.priority_jump } else { 0.0 };
+    let jump = if waiter.turn.priority_jump > 0.0 {
+        waiter.turn.priority_jump
+    } else {
+        0.0
+    };
     let arrived = waiter.arrived.as_secs_f64();
     match policy {
         Policy::Fcfs => jump - arrived,

@@ -18,17 +18,26 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
         None => return Vec::new(),
         Some(Err(error)) => {
             let mend = match error {
-                EngineError::Timeout => "give a busy engine more time (`--patience 60s`), and look in its log",
-                _ => "send the engine a request by hand (POST /v1/completions, max_tokens 1), and look in its log",
+                EngineError::Timeout => {
+                    "give a busy engine more time (`--patience 60s`), and look in its log"
+                }
+                _ => {
+                    "send the engine a request by hand (POST /v1/completions, max_tokens 1), and look in its log"
+                }
             };
             let seen = format!("the canary got no answer: {}", why(error));
-            return vec![At::new("canary.answered", facts.rank_subject(rank.rank)).error(seen, mend)];
+            return vec![
+                At::new("canary.answered", facts.rank_subject(rank.rank)).error(seen, mend),
+            ];
         }
         Some(Ok(canary)) => canary,
     };
     let mut findings = usage(facts, rank, canary);
     findings.extend(counted(facts, rank, canary));
-    let listened = matches!(rank.attached, Some(Attached::As(_) | Attached::Connectable(_) | Attached::Elsewhere(_)));
+    let listened = matches!(
+        rank.attached,
+        Some(Attached::As(_) | Attached::Connectable(_) | Attached::Elsewhere(_))
+    );
     if listened && !silent(facts, rank) {
         findings.extend(events(facts, rank, canary));
     }
@@ -45,13 +54,19 @@ fn usage(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding>
         )];
     };
     let told = told.ok("usage tells the cached tokens");
-    let Some(tokens) = canary.prompt_tokens.or(canary.tokens.as_ref().map(Vec::len)) else { return vec![told] };
+    let Some(tokens) = canary
+        .prompt_tokens
+        .or(canary.tokens.as_ref().map(Vec::len))
+    else {
+        return vec![told];
+    };
     let block = blocks_of(facts);
     // The engine computes at least the last token.
     let expected = tokens.saturating_sub(1) / block * block;
     let at = At::new("canary.reused", facts.rank_subject(rank.rank));
-    let seen =
-        format!("the canary of {tokens} tokens, sent twice, found {cached} cached; {expected} were to be expected");
+    let seen = format!(
+        "the canary of {tokens} tokens, sent twice, found {cached} cached; {expected} were to be expected"
+    );
     let reused = match cached {
         _ if cached == expected => at.ok(seen),
         0 => at.error(
@@ -75,17 +90,26 @@ fn counted(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Option<Fin
     (ours != theirs).then(|| {
         At::new("canary.counted", facts.rank_subject(rank.rank)).error(
             format!("the canary has {ours} tokens for us, and {theirs} for the engine"),
-            format!("give the model {} the tokenizer that the engine loads", facts.worker.model),
+            format!(
+                "give the model {} the tokenizer that the engine loads",
+                facts.worker.model
+            ),
         )
     })
 }
 
 fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding> {
     let subject = facts.rank_subject(rank.rank);
-    let Some(source) = &rank.source else { return Vec::new() };
+    let Some(source) = &rank.source else {
+        return Vec::new();
+    };
     let arrived = At::new("events.arrive", subject.clone());
     let Some((heard, stored)) = found(rank, canary) else {
-        if let Some(problem) = rank.heard.iter().find_map(|heard| heard.batch.as_ref().err()) {
+        if let Some(problem) = rank
+            .heard
+            .iter()
+            .find_map(|heard| heard.batch.as_ref().err())
+        {
             return vec![arrived.error(
                 format!("messages come that cannot be read: {problem}"),
                 "run an engine whose events are known (vLLM 0.16 and later, SGLang), or report the engine's version",
@@ -107,17 +131,26 @@ fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding
                 "events come under the topic {:?}, and we ask for {:?}: none reaches us",
                 heard.topic, source.topic
             ),
-            format!("write `topic: \"{}\"` in the `kv_events` of {}", heard.topic, facts.section()),
+            format!(
+                "write `topic: \"{}\"` in the `kv_events` of {}",
+                heard.topic,
+                facts.section()
+            ),
         ));
     }
     findings.extend(of_rank(facts, rank, heard));
     if stored.block_size != 0 && stored.block_size != facts.worker.block_size.0.get() {
         findings.push(block_size_is(facts, stored.block_size, "its events"));
     }
-    findings.extend(same_tokens(facts, rank, canary, stored).or_else(|| same_hashes(facts, rank, canary, stored)));
+    findings.extend(
+        same_tokens(facts, rank, canary, stored)
+            .or_else(|| same_hashes(facts, rank, canary, stored)),
+    );
     if findings.is_empty() {
         let blocks = stored.hashes.len();
-        findings.push(arrived.ok(format!("{blocks} blocks of the canary came, with our tokens")));
+        findings.push(arrived.ok(format!(
+            "{blocks} blocks of the canary came, with our tokens"
+        )));
     }
     findings
 }
@@ -137,7 +170,12 @@ fn of_rank(facts: &WorkerFacts, rank: &RankFacts, heard: &Heard) -> Option<Findi
     })
 }
 
-fn same_tokens(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &Stored) -> Option<Finding> {
+fn same_tokens(
+    facts: &WorkerFacts,
+    rank: &RankFacts,
+    canary: &Canary,
+    stored: &Stored,
+) -> Option<Finding> {
     let ours = canary.tokens.as_ref()?;
     let at = common(ours, &stored.tokens.ids);
     let (ours, theirs) = (ours.get(at), stored.tokens.ids.get(at)?);
@@ -152,10 +190,18 @@ fn same_tokens(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &
 
 /// The blocks under the names that the index gives them against those that a request for the canary would look for. What is
 /// not in the tokens is in these: pairs of tokens, salts, adapters.
-fn same_hashes(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &Stored) -> Option<Finding> {
+fn same_hashes(
+    facts: &WorkerFacts,
+    rank: &RankFacts,
+    canary: &Canary,
+    stored: &Stored,
+) -> Option<Finding> {
     let tokens = canary.tokens.as_ref()?;
     let (block_size, salt) = (facts.worker.block_size, Salt::default());
-    let content = Content { windows: facts.windows, ..Content::plain(tokens, &salt) };
+    let content = Content {
+        windows: facts.windows,
+        ..Content::plain(tokens, &salt)
+    };
     let ours = BlockHashes::of_content(&content, block_size);
     let event = Event::Stored(Box::new(stored.clone()));
     let told = match Normalizer::new(block_size, MediaTokens::default()).convert(&event) {
@@ -169,7 +215,11 @@ fn same_hashes(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &
         _ => &[],
     });
     let theirs: Vec<_> = blocks.map(|block| block.local).collect();
-    let equal = theirs.iter().zip(ours.locals()).take_while(|(theirs, ours)| theirs == ours).count();
+    let equal = theirs
+        .iter()
+        .zip(ours.locals())
+        .take_while(|(theirs, ours)| theirs == ours)
+        .count();
     if equal == theirs.len() {
         return None;
     }
@@ -184,10 +234,23 @@ fn same_hashes(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &
             "start the engine without a salt or an adapter of its own for plain requests",
         )
     } else {
-        let how = |pairs: bool| if pairs { "pairs of tokens" } else { "single tokens" };
+        let how = |pairs: bool| {
+            if pairs {
+                "pairs of tokens"
+            } else {
+                "single tokens"
+            }
+        };
         at.error(
-            format!("the engine names blocks by {}, we by {}", how(stored.tokens.bigrams), how(eagle)),
-            format!("write `eagle: {}` for the model {model}", stored.tokens.bigrams),
+            format!(
+                "the engine names blocks by {}, we by {}",
+                how(stored.tokens.bigrams),
+                how(eagle)
+            ),
+            format!(
+                "write `eagle: {}` for the model {model}",
+                stored.tokens.bigrams
+            ),
         )
     })
 }
@@ -196,7 +259,9 @@ fn same_hashes(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &
 /// its length. Others may be busy with the same engine.
 fn found<'f>(rank: &'f RankFacts, canary: &Canary) -> Option<(&'f Heard, &'f Stored)> {
     let begins = |event: &'f Event| match event {
-        Event::Stored(stored) if stored.parent.is_none() && !stored.hashes.is_empty() => Some(&**stored),
+        Event::Stored(stored) if stored.parent.is_none() && !stored.hashes.is_empty() => {
+            Some(&**stored)
+        }
         _ => None,
     };
     let main = |stored: &&Stored| matches!(stored.origin.kind, None | Some(Kind::Main));
@@ -205,20 +270,37 @@ fn found<'f>(rank: &'f RankFacts, canary: &Canary) -> Option<(&'f Heard, &'f Sto
         .iter()
         .filter_map(|heard| Some((heard, heard.batch.as_ref().ok()?)))
         .flat_map(|(heard, batch)| {
-            batch.events.iter().filter_map(begins).filter(main).map(move |stored| (heard, stored))
+            batch
+                .events
+                .iter()
+                .filter_map(begins)
+                .filter(main)
+                .map(move |stored| (heard, stored))
         })
         .collect();
-    let likeness = |stored: &Stored| canary.tokens.as_ref().map_or(0, |tokens| common(tokens, &stored.tokens.ids));
+    let likeness = |stored: &Stored| {
+        canary
+            .tokens
+            .as_ref()
+            .map_or(0, |tokens| common(tokens, &stored.tokens.ids))
+    };
     // All complete blocks of what the engine counted.
     let fits = |stored: &Stored| {
         let block = (stored.block_size as usize).max(1);
-        canary.prompt_tokens.is_some_and(|tokens| stored.tokens.ids.len() == tokens / block * block)
+        canary
+            .prompt_tokens
+            .is_some_and(|tokens| stored.tokens.ids.len() == tokens / block * block)
     };
-    let best = starts.into_iter().max_by_key(|(_, stored)| (likeness(stored), fits(stored)))?;
+    let best = starts
+        .into_iter()
+        .max_by_key(|(_, stored)| (likeness(stored), fits(stored)))?;
     (likeness(best.1) > 0 || fits(best.1)).then_some(best)
 }
 
 /// How many tokens are equal from the beginning.
 fn common(ours: &[u32], theirs: &[u32]) -> usize {
-    ours.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count()
+    ours.iter()
+        .zip(theirs)
+        .take_while(|(ours, theirs)| ours == theirs)
+        .count()
 }

@@ -168,7 +168,9 @@ impl WorkerFacts {
     pub fn section(&self) -> String {
         match &self.origin {
             WorkerOrigin::Listed => format!("worker {}", self.worker.id),
-            WorkerOrigin::Pod { pod, pool } => format!("`worker` of the pool {pool} (it describes pod {pod})"),
+            WorkerOrigin::Pod { pod, pool } => {
+                format!("`worker` of the pool {pool} (it describes pod {pod})")
+            }
         }
     }
 
@@ -186,7 +188,10 @@ impl WorkerFacts {
 /// Why a question was not answered, in words.
 pub fn why(error: &EngineError) -> String {
     match error {
-        EngineError::Status { status, message: Some(message) } => format!("status {status}: {message}"),
+        EngineError::Status {
+            status,
+            message: Some(message),
+        } => format!("status {status}: {message}"),
         other => other.to_string(),
     }
 }

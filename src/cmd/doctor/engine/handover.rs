@@ -10,7 +10,10 @@ use crate::engine_client::EngineError;
 
 /// Every check of it; none for workers from whom nobody takes anything over.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
-    meeting(facts).into_iter().chain(handed_over(facts)).collect()
+    meeting(facts)
+        .into_iter()
+        .chain(handed_over(facts))
+        .collect()
 }
 
 fn meeting(facts: &WorkerFacts) -> Option<Finding> {
@@ -46,7 +49,12 @@ fn handed_over(facts: &WorkerFacts) -> Option<Finding> {
                 "look in the engine's log, and at its `--kv-transfer-config`",
             ));
         }
-        Err(error) => return Some(at.skipped(format!("no prefill for another worker was to be had: {}", why(error)))),
+        Err(error) => {
+            return Some(at.skipped(format!(
+                "no prefill for another worker was to be had: {}",
+                why(error)
+            )));
+        }
     };
     let params = &answer["kv_transfer_params"];
     if !params.is_object() {
@@ -72,10 +80,16 @@ fn handed_over(facts: &WorkerFacts) -> Option<Finding> {
             ),
         )
     } else {
-        at.ok(format!("it hands over what it has prefilled, to be fetched at {host}{port}"))
+        at.ok(format!(
+            "it hands over what it has prefilled, to be fetched at {host}{port}"
+        ))
     })
 }
 
 fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    host == "localhost"
+        || host
+            .trim_matches(['[', ']'])
+            .parse::<IpAddr>()
+            .is_ok_and(|ip| ip.is_loopback())
 }

@@ -12,13 +12,26 @@ const SKEW: Duration = Duration::from_secs(5);
 
 /// Every check of it.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
-    let checks = [Some(reachable(facts)), overdue(facts), model(facts), images(facts), clock(facts)];
-    checks.into_iter().flatten().chain(adapters(facts)).collect()
+    let checks = [
+        Some(reachable(facts)),
+        overdue(facts),
+        model(facts),
+        images(facts),
+        clock(facts),
+    ];
+    checks
+        .into_iter()
+        .flatten()
+        .chain(adapters(facts))
+        .collect()
 }
 
 /// Whether anything else can be looked at.
 pub fn is_there(facts: &WorkerFacts) -> bool {
-    !matches!(facts.health, Err(EngineError::Unreachable(_) | EngineError::Timeout))
+    !matches!(
+        facts.health,
+        Err(EngineError::Unreachable(_) | EngineError::Timeout)
+    )
 }
 
 fn reachable(facts: &WorkerFacts) -> Finding {
@@ -77,7 +90,11 @@ fn model(facts: &WorkerFacts) -> Option<Finding> {
     if served.iter().any(|model| model.id == name) {
         return Some(at.ok(format!("it serves {name}")));
     }
-    let names = served.iter().map(|model| model.id.as_str()).collect::<Vec<_>>().join(", ");
+    let names = served
+        .iter()
+        .map(|model| model.id.as_str())
+        .collect::<Vec<_>>()
+        .join(", ");
     let other = served.first().map_or("..", |model| &model.id);
     Some(at.error(
         format!("it serves {names}, and is listed with {name}: every request is a 404"),
@@ -92,7 +109,12 @@ fn model(facts: &WorkerFacts) -> Option<Finding> {
 fn images(facts: &WorkerFacts) -> Option<Finding> {
     let ours = facts.images_of.as_deref()?;
     let at = At::new("engine.image_names", facts.subject());
-    let served = facts.models.as_ref().ok()?.iter().find(|model| model.id == facts.worker.model.as_str())?;
+    let served = facts
+        .models
+        .as_ref()
+        .ok()?
+        .iter()
+        .find(|model| model.id == facts.worker.model.as_str())?;
     let theirs = served.root.as_deref()?;
     Some(if theirs == ours {
         at.ok(format!("images are those of {ours} on both sides"))
@@ -105,18 +127,35 @@ fn images(facts: &WorkerFacts) -> Option<Finding> {
 }
 
 fn adapters(facts: &WorkerFacts) -> Vec<Finding> {
-    let Ok(models) = &facts.models else { return Vec::new() };
+    let Ok(models) = &facts.models else {
+        return Vec::new();
+    };
     let worker = &facts.worker;
-    let is_adapter = |model: &&EngineModel| model.parent.as_deref().is_some_and(|parent| parent != model.id);
-    let served: Vec<&str> = models.iter().filter(is_adapter).map(|model| model.id.as_str()).collect();
+    let is_adapter = |model: &&EngineModel| {
+        model
+            .parent
+            .as_deref()
+            .is_some_and(|parent| parent != model.id)
+    };
+    let served: Vec<&str> = models
+        .iter()
+        .filter(is_adapter)
+        .map(|model| model.id.as_str())
+        .collect();
     let absent: Vec<&str> = worker
         .adapters
         .iter()
         .map(String::as_str)
         .filter(|name| !models.iter().any(|model| model.id == *name))
         .collect();
-    let listed = |name: &str| worker.adapters.contains(name) && facts.adapters.iter().any(|one| one.as_str() == name);
-    let unlisted: Vec<&str> = served.iter().copied().filter(|name| !listed(name)).collect();
+    let listed = |name: &str| {
+        worker.adapters.contains(name) && facts.adapters.iter().any(|one| one.as_str() == name)
+    };
+    let unlisted: Vec<&str> = served
+        .iter()
+        .copied()
+        .filter(|name| !listed(name))
+        .collect();
     let at = || At::new("engine.adapters", facts.subject());
     let mut findings = Vec::new();
     if !absent.is_empty() {
@@ -146,18 +185,26 @@ fn adapters(facts: &WorkerFacts) -> Vec<Finding> {
 fn clock(facts: &WorkerFacts) -> Option<Finding> {
     let at = At::new("engine.clock", facts.subject());
     // A date has whole seconds, an event has better ones.
-    let told = facts.ranks.iter().flat_map(|rank| &rank.heard).find_map(|heard| {
-        let seconds = heard.batch.as_ref().ok()?.timestamp;
-        let told = SystemTime::UNIX_EPOCH.checked_add(Duration::try_from_secs_f64(seconds).ok()?)?;
-        (seconds > 0.0).then_some((told, heard.at))
-    });
+    let told = facts
+        .ranks
+        .iter()
+        .flat_map(|rank| &rank.heard)
+        .find_map(|heard| {
+            let seconds = heard.batch.as_ref().ok()?.timestamp;
+            let told =
+                SystemTime::UNIX_EPOCH.checked_add(Duration::try_from_secs_f64(seconds).ok()?)?;
+            (seconds > 0.0).then_some((told, heard.at))
+        });
     let (theirs, ours) = told.or(facts.date)?;
     let (skew, which) = match theirs.duration_since(ours) {
         Ok(ahead) => (ahead, "ahead of"),
         Err(behind) => (behind.duration(), "behind"),
     };
     Some(if skew <= SKEW {
-        at.ok(format!("its clock and ours differ by less than {} s", skew.as_secs() + 1))
+        at.ok(format!(
+            "its clock and ours differ by less than {} s",
+            skew.as_secs() + 1
+        ))
     } else {
         at.warning(
             format!(

@@ -14,9 +14,16 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
         Some(source) => {
             let learned = facts.sources_learned.then(|| {
                 let at = At::new("events.configured", facts.rank_subject(rank.rank));
-                at.ok(format!("not configured; the engine tells that it publishes at {}", source.endpoint))
+                at.ok(format!(
+                    "not configured; the engine tells that it publishes at {}",
+                    source.endpoint
+                ))
             });
-            let checks = [learned, attached(facts, rank, source, publisher), replay(facts, rank, source, publisher)];
+            let checks = [
+                learned,
+                attached(facts, rank, source, publisher),
+                replay(facts, rank, source, publisher),
+            ];
             checks.into_iter().flatten().collect()
         }
     }
@@ -25,7 +32,9 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
 /// What the engine says of where this rank publishes.
 pub(super) fn publisher<'f>(facts: &'f WorkerFacts, rank: &RankFacts) -> Option<&'f EventsOfRank> {
     let publishers = facts.publishers.as_ref().ok()?;
-    publishers.iter().find(|publisher| publisher.rank == rank.rank.0)
+    publishers
+        .iter()
+        .find(|publisher| publisher.rank == rank.rank.0)
 }
 
 /// Whether the engine says that it publishes nothing.
@@ -39,7 +48,10 @@ pub(super) fn silent(facts: &WorkerFacts, rank: &RankFacts) -> bool {
 
 /// How an engine is started so that it publishes where we listen.
 pub(super) fn flag(source: &EventSource) -> String {
-    let port = source.endpoint.rsplit_once(':').map_or("5557", |(_, port)| port);
+    let port = source
+        .endpoint
+        .rsplit_once(':')
+        .map_or("5557", |(_, port)| port);
     let endpoint = match (source.attach, source.endpoint.starts_with("tcp://")) {
         (Attach::Connect, true) => format!("tcp://*:{port}"),
         (Attach::Bind, _) | (Attach::Connect, false) => source.endpoint.clone(),
@@ -48,7 +60,9 @@ pub(super) fn flag(source: &EventSource) -> String {
         .replay
         .as_ref()
         .and_then(|replay| replay.rsplit_once(':'))
-        .map_or(String::new(), |(_, port)| format!(", \"replay_endpoint\": \"tcp://*:{port}\""));
+        .map_or(String::new(), |(_, port)| {
+            format!(", \"replay_endpoint\": \"tcp://*:{port}\"")
+        });
     format!(
         "--kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \"endpoint\": \"{endpoint}\", \
          \"topic\": \"{}\"{replay}}}'",
@@ -59,7 +73,11 @@ pub(super) fn flag(source: &EventSource) -> String {
 /// The endpoint that the engine names, as we would write it.
 fn as_we_write(facts: &WorkerFacts, theirs: &str) -> String {
     let host = facts.worker.endpoint.0.ip();
-    let host = if host.is_ipv6() { format!("[{host}]") } else { host.to_string() };
+    let host = if host.is_ipv6() {
+        format!("[{host}]")
+    } else {
+        host.to_string()
+    };
     ["*", "0.0.0.0", "[::]", "::"]
         .iter()
         .find_map(|any| theirs.strip_prefix(&format!("tcp://{any}:")))
@@ -68,7 +86,9 @@ fn as_we_write(facts: &WorkerFacts, theirs: &str) -> String {
 
 /// Whether vLLM listens at an endpoint that is written so; else it connects there.
 fn binds(endpoint: &str) -> bool {
-    ["*", "::", "ipc://", "inproc://"].iter().any(|sign| endpoint.contains(sign))
+    ["*", "::", "ipc://", "inproc://"]
+        .iter()
+        .any(|sign| endpoint.contains(sign))
 }
 
 fn unlisted(facts: &WorkerFacts, rank: &RankFacts, publisher: Option<&EventsOfRank>) -> Finding {
@@ -109,10 +129,15 @@ fn attached(
     let at = At::new("events.attached", facts.rank_subject(rank.rank));
     let section = facts.section();
     if silent(facts, rank) {
-        return Some(At::new("events.published", facts.rank_subject(rank.rank)).error(
-            format!("the engine says that it publishes no KV events, and we listen at {}", source.endpoint),
-            format!("start the engine with `{}`", flag(source)),
-        ));
+        return Some(
+            At::new("events.published", facts.rank_subject(rank.rank)).error(
+                format!(
+                    "the engine says that it publishes no KV events, and we listen at {}",
+                    source.endpoint
+                ),
+                format!("start the engine with `{}`", flag(source)),
+            ),
+        );
     }
     let connect = |endpoint: &str| {
         let setting = facts.events_setting("endpoint", endpoint);
@@ -156,7 +181,9 @@ fn refused(
 ) -> Finding {
     let (section, endpoint) = (facts.section(), &source.endpoint);
     let seen = format!("nobody listens at {endpoint} ({why})");
-    let theirs = publisher.map(|publisher| publisher.endpoint.as_str()).filter(|theirs| !theirs.is_empty());
+    let theirs = publisher
+        .map(|publisher| publisher.endpoint.as_str())
+        .filter(|theirs| !theirs.is_empty());
     match theirs {
         Some(theirs) if binds(theirs) => at.error(
             format!("{seen}; the engine publishes at {theirs}"),

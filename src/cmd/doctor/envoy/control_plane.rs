@@ -11,7 +11,12 @@ const ISTIO: &str = "outbound|";
 /// Prefix of the clusters that Envoy AI Gateway generates for endpoint pickers.
 const AI_GATEWAY: &str = "envoy.clusters.endpointpicker_";
 /// Prefixes of the clusters of Envoy Gateway.
-const ENVOY_GATEWAY: [&str; 4] = ["httproute/", "grpcroute/", "envoyextensionpolicy/", "securitypolicy/"];
+const ENVOY_GATEWAY: [&str; 4] = [
+    "httproute/",
+    "grpcroute/",
+    "envoyextensionpolicy/",
+    "securitypolicy/",
+];
 
 /// A control plane, with the names of the resources that a fix may mention.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,13 +50,21 @@ impl ResourceName {
     /// The two segments of a name that follow `skip` segments.
     fn segments(name: &str, skip: usize) -> Self {
         let found: Vec<&str> = name.split('/').skip(skip).take(2).collect();
-        Self(if found.len() == 2 { found.join("/") } else { String::new() })
+        Self(if found.len() == 2 {
+            found.join("/")
+        } else {
+            String::new()
+        })
     }
 }
 
 impl fmt::Display for ResourceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() { Ok(()) } else { write!(f, " `{}`", self.0) }
+        if self.0.is_empty() {
+            Ok(())
+        } else {
+            write!(f, " `{}`", self.0)
+        }
     }
 }
 
@@ -71,19 +84,31 @@ pub(super) struct GeneratedNames<'a> {
 impl ControlPlane {
     /// Recognises the control plane.
     pub(super) fn recognise(dump: &Dump, names: &GeneratedNames<'_>) -> Self {
-        let any = |prefix: &str| names.pickers.iter().chain(&names.targets).any(|name| name.starts_with(prefix));
+        let any = |prefix: &str| {
+            names
+                .pickers
+                .iter()
+                .chain(&names.targets)
+                .any(|name| name.starts_with(prefix))
+        };
         // A listener is named namespace/gateway/listener.
         let gateway = ResourceName::segments(names.listener, 0);
         if any(AI_GATEWAY) {
             return Self::EnvoyAiGateway { gateway };
         }
         if ENVOY_GATEWAY.iter().any(|prefix| any(prefix)) {
-            let policy = names.pickers.iter().find(|name| name.starts_with(ENVOY_GATEWAY[2]));
-            let policy = policy.map(|name| ResourceName::segments(name, 1)).unwrap_or_default();
+            let policy = names
+                .pickers
+                .iter()
+                .find(|name| name.starts_with(ENVOY_GATEWAY[2]));
+            let policy = policy
+                .map(|name| ResourceName::segments(name, 1))
+                .unwrap_or_default();
             return Self::EnvoyGateway { gateway, policy };
         }
         if any(ISTIO) || dump.is_istio_proxy {
-            let mut routes: Vec<String> = names.routes.iter().map(|name| (*name).to_owned()).collect();
+            let mut routes: Vec<String> =
+                names.routes.iter().map(|name| (*name).to_owned()).collect();
             routes.retain(|name| !name.is_empty());
             routes.dedup();
             return Self::Istio { routes };

@@ -64,7 +64,10 @@ impl Address {
     /// The address as numbers, where it is written so.
     pub fn numeric(&self) -> Option<SocketAddr> {
         match self {
-            Address::Socket(host, port) => Some(SocketAddr::new(host.parse::<IpAddr>().ok()?.to_canonical(), *port)),
+            Address::Socket(host, port) => Some(SocketAddr::new(
+                host.parse::<IpAddr>().ok()?.to_canonical(),
+                *port,
+            )),
             Address::Pipe(_) => None,
         }
     }
@@ -83,11 +86,18 @@ impl std::fmt::Display for Address {
 impl Dump {
     /// Reads the page; what is wrong with it where it is not one.
     pub fn read(page: &str) -> Result<Self, String> {
-        let page: Value = serde_json::from_str(page).map_err(|error| format!("it is no JSON ({error})"))?;
+        let page: Value =
+            serde_json::from_str(page).map_err(|error| format!("it is no JSON ({error})"))?;
         let sections = page["configs"].as_array().ok_or("it has no `configs`")?;
         let sections = Sections(sections);
-        let mut dump = Self { version: version(&page), ..Self::default() };
-        for found in sections.items("ClustersConfigDump", &["static_clusters", "dynamic_active_clusters"]) {
+        let mut dump = Self {
+            version: version(&page),
+            ..Self::default()
+        };
+        for found in sections.items(
+            "ClustersConfigDump",
+            &["static_clusters", "dynamic_active_clusters"],
+        ) {
             let cluster: Cluster = part(&found["cluster"], "a cluster")?;
             dump.clusters.insert(cluster.name.clone(), cluster);
         }
@@ -96,21 +106,36 @@ impl Dump {
             dump.is_istio_proxy = bootstrap["node"]["metadata"]["ISTIO_VERSION"].is_string();
         }
         let mut routes = BTreeMap::new();
-        for found in sections.items("RoutesConfigDump", &["static_route_configs", "dynamic_route_configs"]) {
+        for found in sections.items(
+            "RoutesConfigDump",
+            &["static_route_configs", "dynamic_route_configs"],
+        ) {
             let config: RouteConfig = part(&found["route_config"], "a route configuration")?;
             routes.insert(config.name.clone(), config);
         }
-        for found in sections.items("EndpointsConfigDump", &["static_endpoint_configs", "dynamic_endpoint_configs"]) {
+        for found in sections.items(
+            "EndpointsConfigDump",
+            &["static_endpoint_configs", "dynamic_endpoint_configs"],
+        ) {
             let (name, endpoints) = endpoints(&found["endpoint_config"]);
             dump.endpoints.entry(name).or_default().extend(endpoints);
         }
         let extensions = sections.items("EcdsConfigDump", &["ecds_filters"]);
         let extensions: Vec<&Value> = extensions.map(|found| &found["ecds_filter"]).collect();
-        for found in sections.items("ListenersConfigDump", &["static_listeners", "dynamic_listeners"]) {
-            let listener = found.get("listener").unwrap_or(&found["active_state"]["listener"]);
+        for found in sections.items(
+            "ListenersConfigDump",
+            &["static_listeners", "dynamic_listeners"],
+        ) {
+            let listener = found
+                .get("listener")
+                .unwrap_or(&found["active_state"]["listener"]);
             // One that is only warming up serves nobody yet.
             if !listener.is_null() {
-                dump.servers.extend(servers(&part(listener, "a listener")?, &routes, &extensions)?);
+                dump.servers.extend(servers(
+                    &part(listener, "a listener")?,
+                    &routes,
+                    &extensions,
+                )?);
             }
         }
         Ok(dump)
@@ -118,12 +143,20 @@ impl Dump {
 
     /// The endpoints of a cluster, where Envoy told them; those that stand in the cluster itself otherwise.
     pub fn endpoints_of(&self, cluster: &Cluster) -> Option<Vec<Address>> {
-        Some(self.hosts_of(cluster)?.into_iter().map(|host| host.address).collect())
+        Some(
+            self.hosts_of(cluster)?
+                .into_iter()
+                .map(|host| host.address)
+                .collect(),
+        )
     }
 
     /// The same with what selects their transport sockets.
     pub fn hosts_of(&self, cluster: &Cluster) -> Option<Vec<ClusterHost>> {
-        let told = self.endpoints.get(cluster.asked_for()).or_else(|| self.endpoints.get(&cluster.name));
+        let told = self
+            .endpoints
+            .get(cluster.asked_for())
+            .or_else(|| self.endpoints.get(&cluster.name));
         told.cloned().or_else(|| {
             let assignment = cluster.load_assignment.as_ref()?;
             Some(endpoints(assignment).1)
@@ -135,13 +168,25 @@ impl Dump {
 struct Sections<'p>(&'p [Value]);
 
 impl<'p> Sections<'p> {
-    fn items(&self, kind: &'static str, lists: &'static [&'static str]) -> impl Iterator<Item = &'p Value> + use<'p> {
+    fn items(
+        &self,
+        kind: &'static str,
+        lists: &'static [&'static str],
+    ) -> impl Iterator<Item = &'p Value> + use<'p> {
         let of_kind = self.0.iter().filter(move |section| is(section, kind));
-        of_kind.flat_map(move |section| lists.iter().filter_map(|list| section[list].as_array()).flatten())
+        of_kind.flat_map(move |section| {
+            lists
+                .iter()
+                .filter_map(|list| section[list].as_array())
+                .flatten()
+        })
     }
 
     fn bootstrap(&self) -> Option<&'p Value> {
-        let section = self.0.iter().find(|section| is(section, "BootstrapConfigDump"))?;
+        let section = self
+            .0
+            .iter()
+            .find(|section| is(section, "BootstrapConfigDump"))?;
         Some(&section["bootstrap"])
     }
 }
@@ -149,7 +194,11 @@ impl<'p> Sections<'p> {
 /// The numbers of the static layers. A later layer overrides an earlier one, and the path to a nested value is its key.
 fn runtime(bootstrap: &Value) -> BTreeMap<String, u64> {
     let mut found = BTreeMap::new();
-    for layer in bootstrap["layered_runtime"]["layers"].as_array().into_iter().flatten() {
+    for layer in bootstrap["layered_runtime"]["layers"]
+        .as_array()
+        .into_iter()
+        .flatten()
+    {
         flatten(&layer["static_layer"], "", &mut found);
     }
     found
@@ -158,7 +207,11 @@ fn runtime(bootstrap: &Value) -> BTreeMap<String, u64> {
 fn flatten(value: &Value, path: &str, found: &mut BTreeMap<String, u64>) {
     if let Some(fields) = value.as_object() {
         for (name, value) in fields {
-            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+            let path = if path.is_empty() {
+                name.clone()
+            } else {
+                format!("{path}.{name}")
+            };
             flatten(value, &path, found);
         }
     } else if let Some(number) = integer(value) {
@@ -169,20 +222,35 @@ fn flatten(value: &Value, path: &str, found: &mut BTreeMap<String, u64>) {
 /// A number of a protobuf `Value`, which may be written as a floating point number or as text.
 fn integer(value: &Value) -> Option<u64> {
     let text = |text: &str| text.parse().ok();
-    let float = value.as_f64().filter(|number| *number >= 0.0 && number.fract() == 0.0);
-    value.as_u64().or(float.map(|number| number as u64)).or_else(|| value.as_str().and_then(text))
+    let float = value
+        .as_f64()
+        .filter(|number| *number >= 0.0 && number.fract() == 0.0);
+    value
+        .as_u64()
+        .or(float.map(|number| number as u64))
+        .or_else(|| value.as_str().and_then(text))
 }
 
 /// Whether a value says it is of this message type.
 pub fn is(value: &Value, kind: &str) -> bool {
-    value["@type"].as_str().and_then(|name| name.rsplit(['.', '/']).next()) == Some(kind)
+    value["@type"]
+        .as_str()
+        .and_then(|name| name.rsplit(['.', '/']).next())
+        == Some(kind)
 }
 
 fn version(page: &Value) -> Option<String> {
     let bootstrap = Sections(page["configs"].as_array()?).bootstrap()?;
     let version = &bootstrap["node"]["user_agent_build_version"]["version"];
     let number = |key: &str| version[key].as_u64().unwrap_or_default();
-    version.is_object().then(|| format!("{}.{}.{}", number("major_number"), number("minor_number"), number("patch")))
+    version.is_object().then(|| {
+        format!(
+            "{}.{}.{}",
+            number("major_number"),
+            number("minor_number"),
+            number("patch")
+        )
+    })
 }
 
 /// One part of the page, read.
@@ -195,19 +263,29 @@ fn servers(
     routes: &BTreeMap<String, RouteConfig>,
     extensions: &[&Value],
 ) -> Result<Vec<Server>, String> {
-    let chains = listener.filter_chains.iter().chain(&listener.default_filter_chain);
-    let managers = chains.flat_map(|chain| &chain.filters).map(|filter| &filter.typed_config);
+    let chains = listener
+        .filter_chains
+        .iter()
+        .chain(&listener.default_filter_chain);
+    let managers = chains
+        .flat_map(|chain| &chain.filters)
+        .map(|filter| &filter.typed_config);
     let mut servers = Vec::new();
     for config in managers.filter(|config| is(config, "HttpConnectionManager")) {
         let mut hcm: Hcm = part(config, "a connection manager")?;
         for filter in &mut hcm.http_filters {
             // A filter that came by discovery stands elsewhere on the page.
-            let found = extensions.iter().find(|found| filter.typed_config.is_null() && found["name"] == filter.name);
+            let found = extensions
+                .iter()
+                .find(|found| filter.typed_config.is_null() && found["name"] == filter.name);
             if let Some(found) = found {
                 filter.typed_config = found["typed_config"].clone();
             }
         }
-        let named = hcm.rds.as_ref().and_then(|rds| routes.get(&rds.route_config_name));
+        let named = hcm
+            .rds
+            .as_ref()
+            .and_then(|rds| routes.get(&rds.route_config_name));
         servers.push(Server {
             listener: listener.name.clone(),
             connection_buffer: listener.per_connection_buffer_limit_bytes,
@@ -222,10 +300,20 @@ fn endpoints(assignment: &Value) -> (String, Vec<ClusterHost>) {
     let lists = assignment["endpoints"].as_array().into_iter().flatten();
     let hosts = lists.flat_map(|list| list["lb_endpoints"].as_array().into_iter().flatten());
     let hosts = hosts.filter_map(|host| {
-        let socket_metadata = host["metadata"]["filter_metadata"]["envoy.transport_socket_match"].clone();
-        Some(ClusterHost { address: address(&host["endpoint"]["address"])?, socket_metadata })
+        let socket_metadata =
+            host["metadata"]["filter_metadata"]["envoy.transport_socket_match"].clone();
+        Some(ClusterHost {
+            address: address(&host["endpoint"]["address"])?,
+            socket_metadata,
+        })
     });
-    (assignment["cluster_name"].as_str().unwrap_or_default().to_owned(), hosts.collect())
+    (
+        assignment["cluster_name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned(),
+        hosts.collect(),
+    )
 }
 
 fn address(address: &Value) -> Option<Address> {
@@ -234,7 +322,10 @@ fn address(address: &Value) -> Option<Address> {
     }
     let socket = &address["socket_address"];
     let port = u16::try_from(socket["port_value"].as_u64()?).ok()?;
-    Some(Address::Socket(socket["address"].as_str()?.to_owned(), port))
+    Some(Address::Socket(
+        socket["address"].as_str()?.to_owned(),
+        port,
+    ))
 }
 
 /// A length of time as protobuf writes it.
@@ -244,9 +335,13 @@ pub struct Span(pub Duration);
 impl<'de> Deserialize<'de> for Span {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let seconds = text.strip_suffix('s').and_then(|seconds| seconds.parse::<f64>().ok());
+        let seconds = text
+            .strip_suffix('s')
+            .and_then(|seconds| seconds.parse::<f64>().ok());
         let length = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-        length.map(Self).ok_or_else(|| serde::de::Error::custom(format!("`{text}` is no length of time")))
+        length
+            .map(Self)
+            .ok_or_else(|| serde::de::Error::custom(format!("`{text}` is no length of time")))
     }
 }
 

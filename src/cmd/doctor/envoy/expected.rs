@@ -100,14 +100,16 @@ impl XdsServer {
 /// Whether an address is one that we listen at; a name may be anybody's.
 fn is_at(ours: SocketAddr, port: u16, address: &Address) -> bool {
     let named = address.numeric();
-    port == ours.port() && named.is_none_or(|named| ours.ip().is_unspecified() || named.ip() == ours.ip())
+    port == ours.port()
+        && named.is_none_or(|named| ours.ip().is_unspecified() || named.ip() == ours.ip())
 }
 
 impl Expected {
     /// Reads our configuration.
     pub fn new(config: &Config, workers: &[Worker]) -> Self {
         let contract: Contract = config.gateway.contract();
-        let names = |names: &mut dyn Iterator<Item = &str>| names.map(str::to_owned).collect::<Vec<_>>();
+        let names =
+            |names: &mut dyn Iterator<Item = &str>| names.map(str::to_owned).collect::<Vec<_>>();
         let mut reserved = names(&mut contract.reserved());
         if config.clients.trusted {
             reserved.retain(|name| !PINS.contains(&name.as_str()));
@@ -136,9 +138,20 @@ impl Expected {
                 .and_then(|envoy| Some((envoy.endpoints_file.clone()?, envoy.cluster.clone()))),
             xds: config.envoy.as_ref().and_then(|envoy| {
                 let listen = envoy.xds.as_ref()?.listen;
-                Some(XdsServer { listen, clusters: envoy.clusters().into_iter().map(|cluster| cluster.name).collect() })
+                Some(XdsServer {
+                    listen,
+                    clusters: envoy
+                        .clusters()
+                        .into_iter()
+                        .map(|cluster| cluster.name)
+                        .collect(),
+                })
             }),
-            workers: workers.iter().filter(|worker| !worker.draining).cloned().collect(),
+            workers: workers
+                .iter()
+                .filter(|worker| !worker.draining)
+                .cloned()
+                .collect(),
         }
     }
 
@@ -153,25 +166,48 @@ impl Expected {
 
     /// Where we listen, in words, and as Envoy writes it.
     pub fn listening(&self) -> (String, String) {
-        let pipe = self
-            .unix
-            .as_ref()
-            .map(|path| (path.display().to_string(), format!("address: {{pipe: {{path: {}}}}}", path.display())));
+        let pipe = self.unix.as_ref().map(|path| {
+            (
+                path.display().to_string(),
+                format!("address: {{pipe: {{path: {}}}}}", path.display()),
+            )
+        });
         let socket = self.tcp.map(|at| {
-            let text = format!("address: {{socket_address: {{address: {}, port_value: {}}}}}", at.ip(), at.port());
+            let text = format!(
+                "address: {{socket_address: {{address: {}, port_value: {}}}}}",
+                at.ip(),
+                at.port()
+            );
             (at.to_string(), text)
         });
         let all: Vec<_> = [pipe, socket].into_iter().flatten().collect();
-        let words = all.iter().map(|(words, _)| words.as_str()).collect::<Vec<_>>().join(" and ");
-        (words, all.into_iter().next().map(|(_, text)| text).unwrap_or_default())
+        let words = all
+            .iter()
+            .map(|(words, _)| words.as_str())
+            .collect::<Vec<_>>()
+            .join(" and ");
+        (
+            words,
+            all.into_iter()
+                .next()
+                .map(|(_, text)| text)
+                .unwrap_or_default(),
+        )
     }
 }
 
 fn mirrors(config: &Config) -> BTreeMap<String, BTreeSet<ModelName>> {
     let mut mirrors: BTreeMap<String, BTreeSet<ModelName>> = BTreeMap::new();
     for model in &config.models {
-        if let Some(prefill) = model.prefill.as_ref().filter(|prefill| prefill.by == By::Mirror) {
-            mirrors.entry(prefill.cluster.clone()).or_default().insert(model.name.clone());
+        if let Some(prefill) = model
+            .prefill
+            .as_ref()
+            .filter(|prefill| prefill.by == By::Mirror)
+        {
+            mirrors
+                .entry(prefill.cluster.clone())
+                .or_default()
+                .insert(model.name.clone());
         }
     }
     mirrors
@@ -179,20 +215,44 @@ fn mirrors(config: &Config) -> BTreeMap<String, BTreeSet<ModelName>> {
 
 /// The longest that all tries of one prefill may take.
 fn longest_call(config: &Config) -> Option<Duration> {
-    let prefills = config.models.iter().filter_map(|model| model.prefill.as_ref());
-    prefills.filter(|prefill| prefill.by == By::Call).map(PrefillConfig::longest_call).max()
+    let prefills = config
+        .models
+        .iter()
+        .filter_map(|model| model.prefill.as_ref());
+    prefills
+        .filter(|prefill| prefill.by == By::Call)
+        .map(PrefillConfig::longest_call)
+        .max()
 }
 
 /// The longest wait that a request may ask Envoy for.
 fn wait(config: &Config) -> Option<Duration> {
     let queue = &config.queue;
     let gated = |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
-    let waits = gated(queue.prefill_busy_threshold, queue.prefill_busy_threshold_frac)
-        || queue.classes.iter().any(|class| gated(class.prefill_busy_threshold, class.prefill_busy_threshold_frac));
+    let waits = gated(
+        queue.prefill_busy_threshold,
+        queue.prefill_busy_threshold_frac,
+    ) || queue.classes.iter().any(|class| {
+        gated(
+            class.prefill_busy_threshold,
+            class.prefill_busy_threshold_frac,
+        )
+    });
     let turn = waits.then(|| queue.deadline.get());
-    let opening =
-        |sessions: &SessionsConfig| sessions.engine.as_ref().map_or(Duration::ZERO, |engine| engine.timeout.get());
-    let session = config.sessions.as_ref().map(|sessions| sessions.wait.get() + opening(sessions));
-    let longest: Duration = turn.into_iter().chain(session).chain(longest_call(config)).sum();
+    let opening = |sessions: &SessionsConfig| {
+        sessions
+            .engine
+            .as_ref()
+            .map_or(Duration::ZERO, |engine| engine.timeout.get())
+    };
+    let session = config
+        .sessions
+        .as_ref()
+        .map(|sessions| sessions.wait.get() + opening(sessions));
+    let longest: Duration = turn
+        .into_iter()
+        .chain(session)
+        .chain(longest_call(config))
+        .sum();
     (!longest.is_zero()).then(|| longest + MARGIN)
 }

@@ -55,7 +55,10 @@ pub(super) fn duplex(filter: &ExternalProcessing) -> bool {
 
 /// Whether Envoy gathers the body of requests.
 pub(super) fn buffers(filter: &ExternalProcessing) -> bool {
-    filter.processing_mode.request_body_mode.starts_with(BUFFERED)
+    filter
+        .processing_mode
+        .request_body_mode
+        .starts_with(BUFFERED)
 }
 
 fn observability(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
@@ -85,10 +88,14 @@ fn request_body(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     let mode = body_mode(&filter.processing_mode.request_body_mode);
     let seen = match mode {
         BUFFERED | FULL_DUPLEX => {
-            return site.at("envoy.request_body").ok(format!("request_body_mode: {mode}"));
+            return site
+                .at("envoy.request_body")
+                .ok(format!("request_body_mode: {mode}"));
         }
         "NONE" => "no prompt is shown to warmroute, so every request is routed by load alone",
-        "STREAMED" => "the worker is named when a part of the body has gone already: the choice comes too late",
+        "STREAMED" => {
+            "the worker is named when a part of the body has gone already: the choice comes too late"
+        }
         _ => "of long bodies we see the beginning only",
     };
     let at = site.at("envoy.request_body");
@@ -114,12 +121,16 @@ fn full_duplex(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> 
             &EnvoySetting::Filter(remedy::REQUEST_TRAILERS),
         ));
     }
-    let seen = "allow_content_length_header: false: workers get every body in chunks, without its length";
+    let seen =
+        "allow_content_length_header: false: workers get every body in chunks, without its length";
     Some(match (filter.allow_content_length_header, &site.plane) {
         (true, _) => at.ok("trailers are shown and lengths are kept"),
-        (false, ControlPlane::Other) => {
-            site.report(at, Level::Warning, seen, &EnvoySetting::Filter(remedy::CONTENT_LENGTH))
-        }
+        (false, ControlPlane::Other) => site.report(
+            at,
+            Level::Warning,
+            seen,
+            &EnvoySetting::Filter(remedy::CONTENT_LENGTH),
+        ),
         // Engines read chunked bodies: not worth a patch of generated configuration.
         (false, _) => at.note(seen),
     })
@@ -128,7 +139,9 @@ fn full_duplex(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> 
 fn response_headers(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     let mode = &filter.processing_mode.response_header_mode;
     if shows_headers(mode) {
-        return site.at("envoy.response_headers").ok("response_header_mode: SEND");
+        return site
+            .at("envoy.response_headers")
+            .ok("response_header_mode: SEND");
     }
     site.report(
         site.at("envoy.response_headers"),
@@ -177,7 +190,11 @@ fn response_trailers(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
 fn failure_mode(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     let at = site.at("envoy.failure_mode");
     let allow = filter.failure_mode_allow;
-    let ours = if site.expected.fail_closed { "fail_closed" } else { "fail_open" };
+    let ours = if site.expected.fail_closed {
+        "fail_closed"
+    } else {
+        "fail_open"
+    };
     let seen = format!("failure_mode_allow: {allow}, failure.mode: {ours}");
     match (allow, site.expected.fail_closed, duplex(filter)) {
         (_, false, true) => at.warning(
@@ -208,13 +225,24 @@ fn message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Findi
         return None;
     }
     let at = site.at("envoy.message_timeout");
-    let (given, needed) =
-        (filter.message_timeout.map_or(MESSAGE_TIMEOUT, |given| given.0), site.expected.exchange_deadline);
-    let seen = format!("message_timeout: {}, limits.exchange_deadline: {}", Period(given), Period(needed));
+    let (given, needed) = (
+        filter
+            .message_timeout
+            .map_or(MESSAGE_TIMEOUT, |given| given.0),
+        site.expected.exchange_deadline,
+    );
+    let seen = format!(
+        "message_timeout: {}, limits.exchange_deadline: {}",
+        Period(given),
+        Period(needed)
+    );
     Some(if given > needed {
         at.ok(seen)
     } else {
-        let ours = format!("in our configuration a `limits.exchange_deadline` below {}", Period(given));
+        let ours = format!(
+            "in our configuration a `limits.exchange_deadline` below {}",
+            Period(given)
+        );
         let length = needed + Duration::from_millis(200);
         let fix = site.fix(&EnvoySetting::Filter(FilterField::message_timeout(length)));
         at.error(
@@ -227,15 +255,27 @@ fn message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Findi
 fn max_message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
     let needed = site.expected.wait.filter(|_| !duplex(filter))?;
     let at = site.at("envoy.max_message_timeout");
-    let given = filter.max_message_timeout.map(|given| given.0).filter(|given| !given.is_zero());
+    let given = filter
+        .max_message_timeout
+        .map(|given| given.0)
+        .filter(|given| !given.is_zero());
     let seen = given.map_or("none".to_owned(), |given| Period(given).to_string());
-    let seen = format!("max_message_timeout: {seen}, the longest wait with its margin: {}", Period(needed));
+    let seen = format!(
+        "max_message_timeout: {seen}, the longest wait with its margin: {}",
+        Period(needed)
+    );
     if given.is_some_and(|given| given >= needed) {
         return Some(at.ok(seen));
     }
-    let seen =
-        format!("{seen}; requests that wait in the queue, for a session or for a prefill are forwarded unrouted");
-    Some(site.report(at, Level::Error, seen, &EnvoySetting::Filter(FilterField::max_message_timeout(needed))))
+    let seen = format!(
+        "{seen}; requests that wait in the queue, for a session or for a prefill are forwarded unrouted"
+    );
+    Some(site.report(
+        at,
+        Level::Error,
+        seen,
+        &EnvoySetting::Filter(FilterField::max_message_timeout(needed)),
+    ))
 }
 
 fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
@@ -253,22 +293,36 @@ fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
         }
     };
     let seen = format!("allow_mode_override: false: {lost}");
-    Some(site.report(at, Level::Warning, seen, &EnvoySetting::Filter(remedy::MODE_OVERRIDE)))
+    Some(site.report(
+        at,
+        Level::Warning,
+        seen,
+        &EnvoySetting::Filter(remedy::MODE_OVERRIDE),
+    ))
 }
 
 /// Whether a response says which worker answered, or whether Envoy did: by attributes, or else by Envoy's headers.
 fn attributes(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     let at = site.at("envoy.response_attributes");
-    let missing: Vec<&str> =
-        ATTRIBUTES.into_iter().filter(|name| !filter.response_attributes.iter().any(|one| one == name)).collect();
+    let missing: Vec<&str> = ATTRIBUTES
+        .into_iter()
+        .filter(|name| !filter.response_attributes.iter().any(|one| one == name))
+        .collect();
     if missing.is_empty() {
         return at.ok(format!("response_attributes: [{}]", ATTRIBUTES.join(", ")));
     }
-    let ignored = filter.ignored_attributes.iter().any(|name| missing.contains(&name.as_str()));
+    let ignored = filter
+        .ignored_attributes
+        .iter()
+        .any(|name| missing.contains(&name.as_str()));
     let seen = format!(
         "response_attributes has no {}{}",
         missing.join(" and no "),
-        if ignored { " (Envoy ignores those in the `overrides` of a route)" } else { "" }
+        if ignored {
+            " (Envoy ignores those in the `overrides` of a route)"
+        } else {
+            ""
+        }
     );
     if suppresses_headers(site) {
         return site.report(
@@ -282,28 +336,47 @@ fn attributes(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
         );
     }
     if site.plane != ControlPlane::Other && (!retries(site) || names_served(site, filter)) {
-        return at.ok(format!("{seen}; Envoy's headers and metadata identify the source of a response"));
+        return at.ok(format!(
+            "{seen}; Envoy's headers and metadata identify the source of a response"
+        ));
     }
     let seen = format!(
         "{seen}: after a retry the failed worker is not detected, and a 503 of Envoy counts as the response of an overloaded worker"
     );
-    site.report(at, Level::Warning, seen, &EnvoySetting::Filter(remedy::RESPONSE_ATTRIBUTES))
+    site.report(
+        at,
+        Level::Warning,
+        seen,
+        &EnvoySetting::Filter(remedy::RESPONSE_ATTRIBUTES),
+    )
 }
 
 fn suppresses_headers(site: &Site<'_>) -> bool {
-    let filters = site.server.hcm.http_filters.iter().map(|filter| &filter.typed_config);
-    filters.filter(|config| is(config, "Router")).any(|config| config["suppress_envoy_headers"] == true)
+    let filters = site
+        .server
+        .hcm
+        .http_filters
+        .iter()
+        .map(|filter| &filter.typed_config);
+    filters
+        .filter(|config| is(config, "Router"))
+        .any(|config| config["suppress_envoy_headers"] == true)
 }
 
 fn retries(site: &Site<'_>) -> bool {
-    site.active.iter().any(|active| active.retry_policy().is_some())
+    site.active
+        .iter()
+        .any(|active| active.retry_policy().is_some())
 }
 
 /// Whether every cluster of the workers reports the endpoint that served.
 fn names_served(site: &Site<'_>, filter: &ExternalProcessing) -> bool {
     let reported = |way: Way| matches!(way, Way::Override(policy) if policy.selected_host_key == Some(ours(SERVED)));
     let forwarded = filter.metadata_options.forwarding_namespaces.has(LB);
-    forwarded && clusters(site).into_iter().all(|(cluster, _)| reported(way(cluster)))
+    forwarded
+        && clusters(site)
+            .into_iter()
+            .all(|(cluster, _)| reported(way(cluster)))
 }
 
 /// A length of time as Envoy's YAML takes it.

@@ -118,8 +118,17 @@ pub(super) struct HeaderMatch {
 impl Route {
     /// The route in a word.
     pub(super) fn title(&self) -> String {
-        let Match { prefix, path, path_separated_prefix, .. } = &self.matches;
-        match [path, path_separated_prefix, prefix].into_iter().flatten().next() {
+        let Match {
+            prefix,
+            path,
+            path_separated_prefix,
+            ..
+        } = &self.matches;
+        match [path, path_separated_prefix, prefix]
+            .into_iter()
+            .flatten()
+            .next()
+        {
             Some(path) => format!("route {path}"),
             None if !self.name.is_empty() => format!("route {}", self.name),
             None => "a route by pattern".to_owned(),
@@ -167,7 +176,12 @@ pub(super) struct Named {
 impl Action {
     /// The clusters it may send to, by name.
     pub(super) fn clusters(&self) -> impl Iterator<Item = &str> {
-        self.cluster.as_deref().into_iter().chain(self.weighted_clusters.clusters.iter().map(|one| one.name.as_str()))
+        self.cluster.as_deref().into_iter().chain(
+            self.weighted_clusters
+                .clusters
+                .iter()
+                .map(|one| one.name.as_str()),
+        )
     }
 }
 
@@ -222,7 +236,11 @@ pub(super) struct EnvoyGrpc {
 impl EnvoyGrpc {
     /// The `:authority` of its calls. Envoy sends the name of the cluster if none is configured.
     pub(super) fn sent_authority(&self) -> &str {
-        if self.authority.is_empty() { &self.cluster_name } else { &self.authority }
+        if self.authority.is_empty() {
+            &self.cluster_name
+        } else {
+            &self.authority
+        }
     }
 }
 
@@ -343,22 +361,30 @@ pub struct Cluster {
 impl Cluster {
     /// Under which name its endpoints are asked for.
     pub(super) fn asked_for(&self) -> &str {
-        let other = self.eds_cluster_config.as_ref().map(|eds| eds.service_name.as_str());
+        let other = self
+            .eds_cluster_config
+            .as_ref()
+            .map(|eds| eds.service_name.as_str());
         other.filter(|name| !name.is_empty()).unwrap_or(&self.name)
     }
 
     /// The options of every HTTP towards it.
     pub(super) fn http(&self) -> Option<&Value> {
-        self.typed_extension_protocol_options.values().find(|options| is(options, "HttpProtocolOptions"))
+        self.typed_extension_protocol_options
+            .values()
+            .find(|options| is(options, "HttpProtocolOptions"))
     }
 
     /// The options of HTTP/2 towards it; none where it speaks another HTTP.
     pub(super) fn http2(&self) -> Option<&Value> {
         let options = self.http();
-        let asked =
-            |options: &'_ Value| -> bool { options["explicit_http_config"]["http2_protocol_options"].is_object() };
+        let asked = |options: &'_ Value| -> bool {
+            options["explicit_http_config"]["http2_protocol_options"].is_object()
+        };
         match options {
-            Some(options) if asked(options) => Some(&options["explicit_http_config"]["http2_protocol_options"]),
+            Some(options) if asked(options) => {
+                Some(&options["explicit_http_config"]["http2_protocol_options"])
+            }
             Some(options) => ["auto_config", "use_downstream_protocol_config"]
                 .into_iter()
                 .map(|key| &options[key]["http2_protocol_options"])
@@ -455,7 +481,9 @@ pub(super) struct Segment {
 impl std::fmt::Display for MetadataKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.key)?;
-        self.path.iter().try_for_each(|step| write!(f, ": {}", step.key))
+        self.path
+            .iter()
+            .try_for_each(|step| write!(f, ": {}", step.key))
     }
 }
 

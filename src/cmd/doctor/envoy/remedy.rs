@@ -13,7 +13,8 @@ use crate::ext_proc::headers::ENDPOINT;
 /// The port of warmroute in the manifests.
 const PORT: u16 = 9002;
 /// Limits that no deployment reaches.
-const LIMITS: &str = "{maxConnections: 100000, maxPendingRequests: 100000, maxParallelRequests: 100000}";
+const LIMITS: &str =
+    "{maxConnections: 100000, maxPendingRequests: 100000, maxParallelRequests: 100000}";
 
 /// A setting of Envoy.
 pub(super) enum EnvoySetting<'a> {
@@ -76,52 +77,91 @@ pub(super) struct FilterField<'a> {
 }
 
 impl<'a> FilterField<'a> {
-    const fn new(scope: FieldScope, envoy: &'a str, policy: Option<&'a str>, annotation: Option<&'a str>) -> Self {
+    const fn new(
+        scope: FieldScope,
+        envoy: &'a str,
+        policy: Option<&'a str>,
+        annotation: Option<&'a str>,
+    ) -> Self {
         let policy = match policy {
             Some(text) => Some(Cow::Borrowed(text)),
             None => None,
         };
-        Self { scope, envoy: Cow::Borrowed(envoy), policy, annotation }
+        Self {
+            scope,
+            envoy: Cow::Borrowed(envoy),
+            policy,
+            annotation,
+        }
     }
 
     /// `message_timeout`.
     pub(super) fn message_timeout(length: Duration) -> Self {
         let policy = format!("messageTimeout: {}ms", length.as_millis());
         let envoy = format!("`message_timeout: {}`", seconds(length));
-        Self { scope: FieldScope::Filter, envoy: envoy.into(), policy: Some(policy.into()), annotation: None }
+        Self {
+            scope: FieldScope::Filter,
+            envoy: envoy.into(),
+            policy: Some(policy.into()),
+            annotation: None,
+        }
     }
 
     /// `max_message_timeout`.
     pub(super) fn max_message_timeout(length: Duration) -> Self {
         let envoy = format!("`max_message_timeout: {}`", seconds(length));
-        Self { scope: FieldScope::Filter, envoy: envoy.into(), policy: None, annotation: None }
+        Self {
+            scope: FieldScope::Filter,
+            envoy: envoy.into(),
+            policy: None,
+            annotation: None,
+        }
     }
 
     /// One of the namespaces whose metadata Envoy accepts.
     pub(super) fn receiving(namespace: &str) -> Self {
-        let envoy = format!("`{namespace}` into `receiving_namespaces: {{untyped: [..]}}` under `metadata_options`");
+        let envoy = format!(
+            "`{namespace}` into `receiving_namespaces: {{untyped: [..]}}` under `metadata_options`"
+        );
         let policy = format!("metadata: {{writableNamespaces: [{namespace}]}}");
-        Self { scope: FieldScope::Route, envoy: envoy.into(), policy: Some(policy.into()), annotation: None }
+        Self {
+            scope: FieldScope::Route,
+            envoy: envoy.into(),
+            policy: Some(policy.into()),
+            annotation: None,
+        }
     }
 
     /// One of the namespaces whose metadata Envoy sends.
     pub(super) fn forwarding(namespace: &str) -> Self {
-        let envoy = format!("`{namespace}` into `forwarding_namespaces: {{untyped: [..]}}` under `metadata_options`");
+        let envoy = format!(
+            "`{namespace}` into `forwarding_namespaces: {{untyped: [..]}}` under `metadata_options`"
+        );
         let policy = format!("metadata: {{accessibleNamespaces: [{namespace}]}}");
-        Self { scope: FieldScope::Route, envoy: envoy.into(), policy: Some(policy.into()), annotation: None }
+        Self {
+            scope: FieldScope::Route,
+            envoy: envoy.into(),
+            policy: Some(policy.into()),
+            annotation: None,
+        }
     }
 }
 
 use FieldScope::{Filter, Route};
 
 const DUPLEX_REQUEST: Option<&str> = Some("processingMode: {request: {body: FullDuplexStreamed}}");
-const DUPLEX_RESPONSE: Option<&str> = Some("processingMode: {response: {body: FullDuplexStreamed}}");
+const DUPLEX_RESPONSE: Option<&str> =
+    Some("processingMode: {response: {body: FullDuplexStreamed}}");
 const DUPLEX_POOL: Option<&str> = Some("aigateway.envoyproxy.io/processing-body-mode: duplex");
 
 pub(super) const OBSERVABILITY: FilterField<'static> =
     FilterField::new(Filter, "`observability_mode: false`", None, None);
-pub(super) const REQUEST_HEADERS: FilterField<'static> =
-    FilterField::new(Route, "`request_header_mode: SEND` under `processing_mode`", DUPLEX_REQUEST, None);
+pub(super) const REQUEST_HEADERS: FilterField<'static> = FilterField::new(
+    Route,
+    "`request_header_mode: SEND` under `processing_mode`",
+    DUPLEX_REQUEST,
+    None,
+);
 pub(super) const REQUEST_BODY: FilterField<'static> = FilterField::new(
     Route,
     "`request_body_mode: BUFFERED` under `processing_mode` (or FULL_DUPLEX_STREAMED with `request_trailer_mode: SEND`, \
@@ -129,18 +169,38 @@ pub(super) const REQUEST_BODY: FilterField<'static> = FilterField::new(
     DUPLEX_REQUEST,
     DUPLEX_POOL,
 );
-pub(super) const REQUEST_TRAILERS: FilterField<'static> =
-    FilterField::new(Route, "`request_trailer_mode: SEND` under `processing_mode`", None, None);
+pub(super) const REQUEST_TRAILERS: FilterField<'static> = FilterField::new(
+    Route,
+    "`request_trailer_mode: SEND` under `processing_mode`",
+    None,
+    None,
+);
 pub(super) const CONTENT_LENGTH: FilterField<'static> =
     FilterField::new(Filter, "`allow_content_length_header: true`", None, None);
-pub(super) const RESPONSE_HEADERS: FilterField<'static> =
-    FilterField::new(Route, "`response_header_mode: SEND` under `processing_mode`", DUPLEX_RESPONSE, None);
-pub(super) const RESPONSE_BODY: FilterField<'static> =
-    FilterField::new(Route, "`response_body_mode: NONE` under `processing_mode`", DUPLEX_RESPONSE, DUPLEX_POOL);
-pub(super) const RESPONSE_TRAILERS: FilterField<'static> =
-    FilterField::new(Route, "`response_trailer_mode: SEND` under `processing_mode`", DUPLEX_RESPONSE, DUPLEX_POOL);
-pub(super) const FAILURE_MODE: FilterField<'static> =
-    FilterField::new(Route, "`failure_mode_allow: true`", Some("failOpen: true"), None);
+pub(super) const RESPONSE_HEADERS: FilterField<'static> = FilterField::new(
+    Route,
+    "`response_header_mode: SEND` under `processing_mode`",
+    DUPLEX_RESPONSE,
+    None,
+);
+pub(super) const RESPONSE_BODY: FilterField<'static> = FilterField::new(
+    Route,
+    "`response_body_mode: NONE` under `processing_mode`",
+    DUPLEX_RESPONSE,
+    DUPLEX_POOL,
+);
+pub(super) const RESPONSE_TRAILERS: FilterField<'static> = FilterField::new(
+    Route,
+    "`response_trailer_mode: SEND` under `processing_mode`",
+    DUPLEX_RESPONSE,
+    DUPLEX_POOL,
+);
+pub(super) const FAILURE_MODE: FilterField<'static> = FilterField::new(
+    Route,
+    "`failure_mode_allow: true`",
+    Some("failOpen: true"),
+    None,
+);
 pub(super) const MODE_OVERRIDE: FilterField<'static> = FilterField::new(
     Filter,
     "`allow_mode_override: true`",
@@ -214,7 +274,13 @@ impl Site<'_> {
     }
 
     /// A finding with its fix. Without one it is a limit of the control plane, and a note.
-    pub(super) fn report(&self, at: At, level: Level, seen: impl Into<String>, setting: &EnvoySetting<'_>) -> Finding {
+    pub(super) fn report(
+        &self,
+        at: At,
+        level: Level,
+        seen: impl Into<String>,
+        setting: &EnvoySetting<'_>,
+    ) -> Finding {
         let seen = seen.into();
         match (self.fix(setting), level) {
             (Some(fix), Level::Error) => at.error(seen, fix),
@@ -246,9 +312,8 @@ impl Site<'_> {
 
     fn gateway_name(&self) -> String {
         match &self.plane {
-            ControlPlane::EnvoyGateway { gateway, .. } | ControlPlane::EnvoyAiGateway { gateway } => {
-                gateway.to_string()
-            }
+            ControlPlane::EnvoyGateway { gateway, .. }
+            | ControlPlane::EnvoyAiGateway { gateway } => gateway.to_string(),
             ControlPlane::Istio { .. } | ControlPlane::Other => String::new(),
         }
     }
@@ -256,10 +321,16 @@ impl Site<'_> {
     /// The fixes that both forms of Envoy Gateway share: the policies for clients and for routes.
     fn gateway(&self, setting: &EnvoySetting<'_>) -> Option<String> {
         let client_policy = |field: &str| {
-            Some(format!("in a ClientTrafficPolicy for the Gateway{} write `{field}`", self.gateway_name()))
+            Some(format!(
+                "in a ClientTrafficPolicy for the Gateway{} write `{field}`",
+                self.gateway_name()
+            ))
         };
         let traffic_policy = |cluster: &Cluster, field: &str| {
-            Some(format!("in a BackendTrafficPolicy for the HTTPRoute{} write `{field}`", http_route(cluster)))
+            Some(format!(
+                "in a BackendTrafficPolicy for the HTTPRoute{} write `{field}`",
+                http_route(cluster)
+            ))
         };
         match setting {
             EnvoySetting::WorkerLimits(cluster) => traffic_policy(cluster, &format!("circuitBreaker: {LIMITS}")),
@@ -299,13 +370,19 @@ impl Site<'_> {
         if let Some(field) = destination_rule(setting) {
             return field;
         }
-        let envoy_filter = |kind: &str, text: &str| format!("in an EnvoyFilter with `applyTo: {kind}` write {text}");
+        let envoy_filter = |kind: &str, text: &str| {
+            format!("in an EnvoyFilter with `applyTo: {kind}` write {text}")
+        };
         let named = match routes {
             [] => "HTTP_ROUTE`".to_owned(),
             [one] => format!("HTTP_ROUTE` that names the route `{one}`"),
-            several => format!("HTTP_ROUTE` that names the routes `{}`", several.join("`, `")),
+            several => format!(
+                "HTTP_ROUTE` that names the routes `{}`",
+                several.join("`, `")
+            ),
         };
-        let of_routes = |text: &str| format!("in an EnvoyFilter with `applyTo: {named} write {text}");
+        let of_routes =
+            |text: &str| format!("in an EnvoyFilter with `applyTo: {named} write {text}");
         match setting {
             EnvoySetting::Filter(field) if field.scope == Route => {
                 of_routes(&format!("{} in the `overrides` of `{}`", field.envoy, self.main.name))
@@ -374,7 +451,10 @@ impl Site<'_> {
                 cluster.name
             ),
             EnvoySetting::PickerPlaintext(cluster) => {
-                format!("remove the `transport_socket` from cluster `{}`", cluster.name)
+                format!(
+                    "remove the `transport_socket` from cluster `{}`",
+                    cluster.name
+                )
             }
             EnvoySetting::ServerName(cluster) => format!(
                 "in the `UpstreamTlsContext` of cluster `{}` write `sni`, and remove `auto_sni` from its HttpProtocolOptions",
@@ -392,7 +472,11 @@ impl Site<'_> {
                 self.in_main(&RESPONSE_ATTRIBUTES.envoy)
             ),
             EnvoySetting::ClientHeaders(names) => {
-                format!("in the connection manager of listener `{}`, {}", self.server.listener, early_removal(names))
+                format!(
+                    "in the connection manager of listener `{}`, {}",
+                    self.server.listener,
+                    early_removal(names)
+                )
             }
             EnvoySetting::IdleTimeout(length) => format!(
                 "in the connection manager of listener `{}` write `stream_idle_timeout: {}`",
@@ -408,19 +492,30 @@ impl Site<'_> {
 fn destination_rule(setting: &EnvoySetting<'_>) -> Option<String> {
     let rule = |cluster: &Cluster, policy: &str| {
         let host = istio_host(cluster);
-        Some(format!("in the DestinationRule of the host `{host}` write `trafficPolicy: {policy}`"))
+        Some(format!(
+            "in the DestinationRule of the host `{host}` write `trafficPolicy: {policy}`"
+        ))
     };
     match setting {
-        EnvoySetting::PickerLimits(cluster) => {
-            rule(cluster, "{connectionPool: {http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}")
+        EnvoySetting::PickerLimits(cluster) => rule(
+            cluster,
+            "{connectionPool: {http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
+        ),
+        EnvoySetting::PickerConnectTimeout(cluster) => {
+            rule(cluster, "{connectionPool: {tcp: {connectTimeout: 1s}}}")
         }
-        EnvoySetting::PickerConnectTimeout(cluster) => rule(cluster, "{connectionPool: {tcp: {connectTimeout: 1s}}}"),
         EnvoySetting::PickerTls(cluster) => {
             let sni = istio_host(cluster);
-            rule(cluster, &format!("{{tls: {{mode: SIMPLE, insecureSkipVerify: true, sni: {sni}}}}}"))
+            rule(
+                cluster,
+                &format!("{{tls: {{mode: SIMPLE, insecureSkipVerify: true, sni: {sni}}}}}"),
+            )
         }
         EnvoySetting::PickerPlaintext(cluster) => rule(cluster, "{tls: {mode: DISABLE}}"),
-        EnvoySetting::ServerName(cluster) => rule(cluster, &format!("{{tls: {{sni: {}}}}}", istio_host(cluster))),
+        EnvoySetting::ServerName(cluster) => rule(
+            cluster,
+            &format!("{{tls: {{sni: {}}}}}", istio_host(cluster)),
+        ),
         EnvoySetting::WorkerLimits(cluster) => rule(
             cluster,
             "{connectionPool: {tcp: {maxConnections: 100000}, http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
@@ -434,6 +529,10 @@ fn backend_settings(policy: &impl std::fmt::Display, field: &str) -> String {
 }
 
 fn early_removal(names: &[&str]) -> String {
-    let lines = names.iter().map(|name| format!("- remove: {name}")).collect::<Vec<_>>().join("; ");
+    let lines = names
+        .iter()
+        .map(|name| format!("- remove: {name}"))
+        .collect::<Vec<_>>()
+        .join("; ");
     format!("under `early_header_mutation_extensions` as in envoy/standalone.yaml, write {lines}")
 }

@@ -9,14 +9,20 @@ use crate::cmd::doctor::finding::Level;
 use crate::config::Config;
 
 fn page(name: &str) -> Value {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/doctor").join(format!("{name}.json"));
+    let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/data/doctor")
+        .join(format!("{name}.json"));
     serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
 }
 
 /// What the heads of the shipped files say that our configuration needs.
 fn config(name: &str) -> Value {
     let workers = |ports: &[u16]| -> Value {
-        ports.iter().zip(1..).map(|(port, id)| json!({"id": id, "endpoint": format!("127.0.0.1:{port}")})).collect()
+        ports
+            .iter()
+            .zip(1..)
+            .map(|(port, id)| json!({"id": id, "endpoint": format!("127.0.0.1:{port}")}))
+            .collect()
     };
     let mut config = json!({
         "listen": {"unix": "/tmp/warmroute/ext_proc.sock"},
@@ -40,8 +46,11 @@ fn config(name: &str) -> Value {
 }
 
 fn expected(config: &Value) -> Expected {
-    let config = Config::parse(Path::new("/warmroute.yaml"), config.to_string().as_bytes()).unwrap();
-    let crate::config::WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
+    let config =
+        Config::parse(Path::new("/warmroute.yaml"), config.to_string().as_bytes()).unwrap();
+    let crate::config::WorkerSource::Fixed(workers) = config.worker_source() else {
+        panic!("another source")
+    };
     Expected::new(&config, &workers)
 }
 
@@ -50,17 +59,36 @@ fn findings(page: &Value, config: &Value) -> Vec<Finding> {
 }
 
 fn print(findings: &[Finding]) -> String {
-    findings.iter().map(|one| format!("{:?} {} {}: {}\n", one.level, one.check, one.subject, one.seen)).collect()
+    findings
+        .iter()
+        .map(|one| {
+            format!(
+                "{:?} {} {}: {}\n",
+                one.level, one.check, one.subject, one.seen
+            )
+        })
+        .collect()
 }
 
 #[test]
 fn every_shipped_configuration_is_found_to_be_well() {
     let disaggregated = ["disaggregated-call", "disaggregated-mirror"];
-    for name in
-        ["standalone", "subset", "gateway-api", "original-dst", "route-per-header"].into_iter().chain(disaggregated)
+    for name in [
+        "standalone",
+        "subset",
+        "gateway-api",
+        "original-dst",
+        "route-per-header",
+    ]
+    .into_iter()
+    .chain(disaggregated)
     {
         let found = findings(&page(name), &config(name));
-        assert!(found.iter().all(|finding| finding.level == Level::Ok), "{name}:\n{}", print(&found));
+        assert!(
+            found.iter().all(|finding| finding.level == Level::Ok),
+            "{name}:\n{}",
+            print(&found)
+        );
         assert!(found.len() > 15, "{name}:\n{}", print(&found));
     }
 }
@@ -69,7 +97,10 @@ fn every_shipped_configuration_is_found_to_be_well() {
 fn by_control_plane(mut page: Value) -> Value {
     let configs = page["configs"].as_array_mut().unwrap();
     let section = |configs: &mut Vec<Value>, kind: &str| {
-        configs.iter().position(|config| config["@type"].as_str().unwrap().ends_with(kind)).unwrap()
+        configs
+            .iter()
+            .position(|config| config["@type"].as_str().unwrap().ends_with(kind))
+            .unwrap()
     };
     let at = section(configs, "ClustersConfigDump");
     let clusters = configs[at]["static_clusters"].take();
@@ -77,11 +108,16 @@ fn by_control_plane(mut page: Value) -> Value {
     let at = section(configs, "ListenersConfigDump");
     let mut listener = configs[at]["static_listeners"][0]["listener"].take();
     let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
-    let mut routes = manager.as_object_mut().unwrap().remove("route_config").unwrap();
+    let mut routes = manager
+        .as_object_mut()
+        .unwrap()
+        .remove("route_config")
+        .unwrap();
     routes["name"] = json!("by-rds");
     manager["rds"] = json!({"route_config_name": "by-rds", "config_source": {"ads": {}}});
     let mut filter = manager["http_filters"][1].take();
-    manager["http_filters"][1] = json!({"name": filter["name"], "config_discovery": {"config_source": {"ads": {}}}});
+    manager["http_filters"][1] =
+        json!({"name": filter["name"], "config_discovery": {"config_source": {"ads": {}}}});
     let filters = json!([{"ecds_filter": {
         "@type": "x/envoy.config.core.v3.TypedExtensionConfig",
         "name": filter["name"], "typed_config": filter["typed_config"].take(),
@@ -92,8 +128,7 @@ fn by_control_plane(mut page: Value) -> Value {
     ]});
     configs.push(json!({"@type": "x/envoy.admin.v3.EcdsConfigDump", "ecds_filters": filters}));
     let at = section(configs, "RoutesConfigDump");
-    configs[at] =
-        json!({"@type": "x/envoy.admin.v3.RoutesConfigDump", "dynamic_route_configs": [{"route_config": routes}]});
+    configs[at] = json!({"@type": "x/envoy.admin.v3.RoutesConfigDump", "dynamic_route_configs": [{"route_config": routes}]});
     page
 }
 
@@ -110,22 +145,39 @@ fn changed(from: &str, to: &str) -> Vec<(Level, &'static str)> {
     assert!(text.contains(from), "{from}");
     let page = serde_json::from_str(&text.replace(from, to)).unwrap();
     let found = findings(&page, &config("standalone"));
-    found.into_iter().filter(|one| one.level < Level::Skipped).map(|one| (one.level, one.check)).collect()
+    found
+        .into_iter()
+        .filter(|one| one.level < Level::Skipped)
+        .map(|one| (one.level, one.check))
+        .collect()
 }
 
 #[test]
 fn a_filter_is_as_its_routes_have_it() {
     let route = r#""match":{"prefix":"/v1/"},"#;
-    let said = |what: &str| format!(r#"{route}"typed_per_filter_config":{{"envoy.filters.http.ext_proc":{what}}},"#);
+    let said = |what: &str| {
+        format!(r#"{route}"typed_per_filter_config":{{"envoy.filters.http.ext_proc":{what}}},"#)
+    };
     let per_route = r#""@type":"t/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute""#;
-    let none =
-        said(&format!(r#"{{{per_route},"overrides":{{"processing_mode":{{"response_trailer_mode":"SEND"}}}}}}"#));
-    assert_eq!(changed(route, &none), [(Level::Error, "envoy.request_body")]);
-    let closed = said(&format!(r#"{{{per_route},"overrides":{{"failure_mode_allow":false}}}}"#));
-    assert_eq!(changed(route, &closed), [(Level::Warning, "envoy.failure_mode")]);
+    let none = said(&format!(
+        r#"{{{per_route},"overrides":{{"processing_mode":{{"response_trailer_mode":"SEND"}}}}}}"#
+    ));
+    assert_eq!(
+        changed(route, &none),
+        [(Level::Error, "envoy.request_body")]
+    );
+    let closed = said(&format!(
+        r#"{{{per_route},"overrides":{{"failure_mode_allow":false}}}}"#
+    ));
+    assert_eq!(
+        changed(route, &closed),
+        [(Level::Warning, "envoy.failure_mode")]
+    );
     let off = said(r#"{"@type":"t/envoy.config.route.v3.FilterConfig","disabled":true}"#);
     assert_eq!(changed(route, &off), [(Level::Error, "envoy.filter")]);
-    let wrapped = said(&format!(r#"{{"@type":"t/envoy.config.route.v3.FilterConfig","config":{{{per_route}}}}}"#));
+    let wrapped = said(&format!(
+        r#"{{"@type":"t/envoy.config.route.v3.FilterConfig","config":{{{per_route}}}}}"#
+    ));
     assert_eq!(changed(route, &wrapped), []);
     // Switched off in the list, and on again by that route.
     let name = r#""name":"envoy.filters.http.ext_proc","typed_config""#;
@@ -139,8 +191,16 @@ fn where_no_route_is_on_the_page_the_filter_itself_is_looked_at() {
     let elsewhere = |fault: fn(&mut Value)| {
         let mut page = by_control_plane(page("standalone"));
         let configs = page["configs"].as_array_mut().unwrap();
-        configs.retain(|config| !config["@type"].as_str().unwrap().ends_with("RoutesConfigDump"));
-        let extensions = configs.iter_mut().find_map(|config| config.get_mut("ecds_filters")).unwrap();
+        configs.retain(|config| {
+            !config["@type"]
+                .as_str()
+                .unwrap()
+                .ends_with("RoutesConfigDump")
+        });
+        let extensions = configs
+            .iter_mut()
+            .find_map(|config| config.get_mut("ecds_filters"))
+            .unwrap();
         fault(&mut extensions[0]["ecds_filter"]["typed_config"]);
         let found = findings(&page, &config("standalone"));
         found
@@ -151,12 +211,22 @@ fn where_no_route_is_on_the_page_the_filter_itself_is_looked_at() {
     };
     let skipped = (Level::Skipped, "envoy.filter");
     assert_eq!(elsewhere(|_| {}), [skipped]);
-    let trailers = elsewhere(|filter| filter["processing_mode"]["response_trailer_mode"] = json!("SKIP"));
-    assert_eq!(trailers, [skipped, (Level::Error, "envoy.response_trailers")]);
+    let trailers =
+        elsewhere(|filter| filter["processing_mode"]["response_trailer_mode"] = json!("SKIP"));
+    assert_eq!(
+        trailers,
+        [skipped, (Level::Error, "envoy.response_trailers")]
+    );
     let namespaces = elsewhere(|filter| {
-        filter["metadata_options"].as_object_mut().unwrap().remove("receiving_namespaces");
+        filter["metadata_options"]
+            .as_object_mut()
+            .unwrap()
+            .remove("receiving_namespaces");
     });
-    assert!(namespaces.contains(&(Level::Warning, "envoy.probe")), "{namespaces:?}");
+    assert!(
+        namespaces.contains(&(Level::Warning, "envoy.probe")),
+        "{namespaces:?}"
+    );
 }
 
 /// One word of a page in place of another, wherever it stands.
@@ -168,17 +238,28 @@ fn swap(page: &mut Value, from: &str, to: &str) {
 
 fn items<'p>(page: &'p mut Value, list: &str) -> &'p mut Vec<Value> {
     let configs = page["configs"].as_array_mut().unwrap();
-    configs.iter_mut().find_map(|config| config.get_mut(list)).unwrap().as_array_mut().unwrap()
+    configs
+        .iter_mut()
+        .find_map(|config| config.get_mut(list))
+        .unwrap()
+        .as_array_mut()
+        .unwrap()
 }
 
 fn cluster<'p>(page: &'p mut Value, name: &str) -> &'p mut Value {
-    let clusters = items(page, "static_clusters").iter_mut().map(|one| &mut one["cluster"]);
-    clusters.into_iter().find(|cluster| cluster["name"] == name).unwrap()
+    let clusters = items(page, "static_clusters")
+        .iter_mut()
+        .map(|one| &mut one["cluster"]);
+    clusters
+        .into_iter()
+        .find(|cluster| cluster["name"] == name)
+        .unwrap()
 }
 
 fn host(page: &mut Value) -> &mut Value {
     let listener = &mut items(page, "static_listeners")[0]["listener"];
-    &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"][0]
+    &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+        [0]
 }
 
 /// Every action that makes copies.
@@ -200,24 +281,42 @@ fn retry_filter(page: &mut Value) -> &mut Value {
 }
 
 fn remove(place: &mut Value, key: &str) -> Value {
-    place.as_object_mut().unwrap().remove(key).expect("it is there")
+    place
+        .as_object_mut()
+        .unwrap()
+        .remove(key)
+        .expect("it is there")
 }
 
 /// What is found of a page in which something is another, with the mends.
-fn planted(name: &str, change: impl FnOnce(&mut Value, &mut Value)) -> (Vec<(Level, &'static str)>, String) {
+fn planted(
+    name: &str,
+    change: impl FnOnce(&mut Value, &mut Value),
+) -> (Vec<(Level, &'static str)>, String) {
     let (mut page, mut config) = (page(name), config(name));
     change(&mut page, &mut config);
     let found = findings(&page, &config);
     let wrong = || found.iter().filter(|one| one.level < Level::Skipped);
-    let mends = wrong().filter_map(|one| one.mend.as_deref()).collect::<Vec<_>>().join("\n");
+    let mends = wrong()
+        .filter_map(|one| one.mend.as_deref())
+        .collect::<Vec<_>>()
+        .join("\n");
     (wrong().map(|one| (one.level, one.check)).collect(), mends)
 }
 
 #[test]
 fn auto_sni_with_invalid_dns_name_is_an_error() {
     let as_istio = |page: &mut Value, is_automatic: bool| {
-        swap(page, r#""cluster_name":"ext_proc""#, r#""cluster_name":"outbound|9002||picker.ns.svc""#);
-        swap(page, r#""name":"ext_proc""#, r#""name":"outbound|9002||picker.ns.svc""#);
+        swap(
+            page,
+            r#""cluster_name":"ext_proc""#,
+            r#""cluster_name":"outbound|9002||picker.ns.svc""#,
+        );
+        swap(
+            page,
+            r#""name":"ext_proc""#,
+            r#""name":"outbound|9002||picker.ns.svc""#,
+        );
         let cluster = cluster(page, "outbound|9002||picker.ns.svc");
         cluster["transport_socket"] = json!({"name": "envoy.transport_sockets.tls", "typed_config": {
             "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
@@ -228,18 +327,34 @@ fn auto_sni_with_invalid_dns_name_is_an_error() {
             json!({"auto_sni": is_automatic});
     };
     let (found, fixes) = planted("standalone", |page, _| as_istio(page, true));
-    assert!(found.contains(&(Level::Error, "envoy.server_name")), "{found:?}");
-    assert!(fixes.contains("`trafficPolicy: {tls: {sni: picker.ns.svc}}`"), "{fixes}");
+    assert!(
+        found.contains(&(Level::Error, "envoy.server_name")),
+        "{found:?}"
+    );
+    assert!(
+        fixes.contains("`trafficPolicy: {tls: {sni: picker.ns.svc}}`"),
+        "{fixes}"
+    );
     let (found, _) = planted("standalone", |page, _| as_istio(page, false));
-    assert!(!found.iter().any(|(_, check)| *check == "envoy.server_name"), "{found:?}");
+    assert!(
+        !found.iter().any(|(_, check)| *check == "envoy.server_name"),
+        "{found:?}"
+    );
 }
 
 #[test]
 fn hidden_request_body_means_routing_by_load() {
     let mut hidden = page("standalone");
-    swap(&mut hidden, r#""request_body_mode":"BUFFERED""#, r#""request_body_mode":"NONE""#);
+    swap(
+        &mut hidden,
+        r#""request_body_mode":"BUFFERED""#,
+        r#""request_body_mode":"NONE""#,
+    );
     let found = findings(&hidden, &config("standalone"));
-    let body = found.iter().find(|finding| finding.check == "envoy.request_body").unwrap();
+    let body = found
+        .iter()
+        .find(|finding| finding.check == "envoy.request_body")
+        .unwrap();
     assert_eq!(body.level, Level::Error);
     let seen = "request_body_mode: NONE: no prompt is shown to warmroute, so every request is routed by load alone";
     assert_eq!(body.seen, seen);
@@ -255,13 +370,21 @@ fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_fo
     let cases: [(&str, Plant, &str, &str); 12] = [
         (
             "none",
-            |page, _| copying(page, |action| drop(remove(action, "request_mirror_policies"))),
+            |page, _| {
+                copying(page, |action| {
+                    drop(remove(action, "request_mirror_policies"))
+                })
+            },
             "envoy.mirror",
             "cluster_header",
         ),
         (
             "of everything",
-            |page, _| copying(page, |action| action["request_mirror_policies"] = json!([{"cluster": "prefill"}])),
+            |page, _| {
+                copying(page, |action| {
+                    action["request_mirror_policies"] = json!([{"cluster": "prefill"}])
+                })
+            },
             "envoy.mirror",
             "and no other policy",
         ),
@@ -296,13 +419,24 @@ fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_fo
         ),
         (
             "to anybody",
-            |page, _| swap(page, r#""key":"x-prefill-destination""#, r#""key":"elsewhere""#),
+            |page, _| {
+                swap(
+                    page,
+                    r#""key":"x-prefill-destination""#,
+                    r#""key":"elsewhere""#,
+                )
+            },
             "envoy.mirror_cluster",
             "`- metadata: {key: envoy.lb, path: [{key: x-prefill-destination}]}`",
         ),
         (
             "endpoints of a name that nobody writes",
-            |page, _| drop(remove(&mut cluster(page, "prefill")["eds_cluster_config"], "service_name")),
+            |page, _| {
+                drop(remove(
+                    &mut cluster(page, "prefill")["eds_cluster_config"],
+                    "service_name",
+                ))
+            },
             "envoy.endpoints_file",
             "in the `eds_cluster_config` of cluster `prefill` write `service_name: workers`",
         ),
@@ -311,7 +445,10 @@ fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_fo
             |page, config| {
                 swap(page, r#""name":"prefill""#, r#""name":"zz""#);
                 config["models"][0]["prefill"]["cluster"] = json!("zz");
-                remove(&mut cluster(page, "zz")["eds_cluster_config"], "service_name");
+                remove(
+                    &mut cluster(page, "zz")["eds_cluster_config"],
+                    "service_name",
+                );
             },
             "envoy.endpoints_file",
             "in the `eds_cluster_config` of cluster `zz` write `service_name: workers`",
@@ -345,7 +482,11 @@ fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_fo
     ];
     for (name, plant, check, words) in cases {
         let (found, mends) = planted("disaggregated-mirror", plant);
-        let level = if check == "envoy.mirror_fallback" { Level::Warning } else { Level::Error };
+        let level = if check == "envoy.mirror_fallback" {
+            Level::Warning
+        } else {
+            Level::Error
+        };
         assert_eq!(found, [(level, check)], "{name}");
         assert!(mends.contains(words), "{name}: {mends}");
     }
@@ -354,7 +495,9 @@ fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_fo
 /// The policies of a page at another level.
 fn policies_at(page: &mut Value, put: fn(&mut Value) -> &mut Value) {
     let mut policies = Value::Null;
-    copying(page, |action| policies = remove(action, "request_mirror_policies"));
+    copying(page, |action| {
+        policies = remove(action, "request_mirror_policies")
+    });
     put(page)["request_mirror_policies"] = policies;
 }
 
@@ -371,32 +514,46 @@ fn copies_may_be_made_anywhere_and_need_not_be_made_where_nobody_is_to_meet() {
         ("by the cluster", |page, _| policies_at(page, options)),
         ("all of them, in words", |page, _| {
             copying(page, |action| {
-                let all = json!({"default_value": {"numerator": 10_000, "denominator": "TEN_THOUSAND"}});
+                let all =
+                    json!({"default_value": {"numerator": 10_000, "denominator": "TEN_THOUSAND"}});
                 action["request_mirror_policies"][0]["runtime_fraction"] = all;
             });
         }),
-        ("another header is gone", |page, _| host(page)["request_headers_to_remove"] = json!(["x-secret"])),
+        ("another header is gone", |page, _| {
+            host(page)["request_headers_to_remove"] = json!(["x-secret"])
+        }),
         ("a route to workers of another model", |page, config| {
             let mut others = cluster(page, "workers").clone();
             others["name"] = json!("others");
             remove(&mut others, "eds_cluster_config");
             let at = json!({"socket_address": {"address": "127.0.0.1", "port_value": 9001}});
-            others["load_assignment"] =
-                json!({"cluster_name": "others", "endpoints": [{"lb_endpoints": [{"endpoint": {"address": at}}]}]});
+            others["load_assignment"] = json!({"cluster_name": "others", "endpoints": [{"lb_endpoints": [{"endpoint": {"address": at}}]}]});
             items(page, "static_clusters").push(json!({"cluster": others}));
             let mut route = host(page)["routes"][0].clone();
             route["match"] = json!({"prefix": "/other/"});
             route["route"]["cluster"] = json!("others");
             remove(&mut route["route"], "request_mirror_policies");
-            host(page)["routes"].as_array_mut().unwrap().insert(0, route);
-            config["models"].as_array_mut().unwrap().push(json!({"name": "other"}));
+            host(page)["routes"]
+                .as_array_mut()
+                .unwrap()
+                .insert(0, route);
+            config["models"]
+                .as_array_mut()
+                .unwrap()
+                .push(json!({"name": "other"}));
             let workers = config["workers"].as_array_mut().unwrap();
-            workers.iter_mut().for_each(|worker| worker["model"] = json!("m"));
+            workers
+                .iter_mut()
+                .for_each(|worker| worker["model"] = json!("m"));
             workers.push(json!({"id": 3, "model": "other", "endpoint": "127.0.0.1:9001"}));
         }),
     ];
     for (name, plant) in well {
-        assert_eq!(planted("disaggregated-mirror", plant), (Vec::new(), String::new()), "{name}");
+        assert_eq!(
+            planted("disaggregated-mirror", plant),
+            (Vec::new(), String::new()),
+            "{name}"
+        );
     }
 }
 
@@ -414,7 +571,11 @@ fn a_further_try_is_shown_to_us_wherever_it_may_have_reached_a_worker() {
     };
     for name in ["disaggregated-call", "disaggregated-mirror"] {
         for (what, plant) in [("no late tries", no_late), ("all tries", all_tries)] {
-            assert_eq!(planted(name, plant), (Vec::new(), String::new()), "{name}: {what}");
+            assert_eq!(
+                planted(name, plant),
+                (Vec::new(), String::new()),
+                "{name}: {what}"
+            );
         }
     }
 }
@@ -467,12 +628,20 @@ fn what_the_filter_for_further_tries_needs_is_found_missing() {
             |page, _| drop(remove(host(page), "include_request_attempt_count")),
             "`include_request_attempt_count: true`",
         ),
-        ("another header", |page, _| swap(page, "x-envoy-attempt-count", "x-attempt"), "write its `xds_matcher`"),
+        (
+            "another header",
+            |page, _| swap(page, "x-envoy-attempt-count", "x-attempt"),
+            "write its `xds_matcher`",
+        ),
     ];
     for name in ["disaggregated-call", "disaggregated-mirror"] {
         for (what, plant, words) in &cases {
             let (found, mends) = planted(name, plant);
-            assert_eq!(found, [(Level::Error, "envoy.retry_filter")], "{name}: {what}");
+            assert_eq!(
+                found,
+                [(Level::Error, "envoy.retry_filter")],
+                "{name}: {what}"
+            );
             assert!(mends.contains(words), "{name}: {what}: {mends}");
         }
     }
@@ -509,19 +678,39 @@ fn nobody_is_told_to_choose_among_workers_that_are_not_there() {
         }
     };
     let (found, mends) = planted("disaggregated-call", roles);
-    assert!(found.contains(&(Level::Warning, "envoy.fallback")), "{found:?}");
-    assert!(mends.contains("in the `default_subset` of cluster `workers`"), "{mends}");
+    assert!(
+        found.contains(&(Level::Warning, "envoy.fallback")),
+        "{found:?}"
+    );
+    assert!(
+        mends.contains("in the `default_subset` of cluster `workers`"),
+        "{mends}"
+    );
 }
 
 #[test]
 fn the_way_to_us_may_be_an_address_in_the_filter() {
     let cluster = r#""grpc_service":{"envoy_grpc":{"cluster_name":"ext_proc"}"#;
-    let by = |target: &str| format!(r#""grpc_service":{{"google_grpc":{{"target_uri":"{target}","stat_prefix":"x"}}"#);
-    assert_eq!(changed(cluster, &by("unix:/tmp/warmroute/ext_proc.sock")), []);
-    assert_eq!(changed(cluster, &by("unix:///tmp/warmroute/ext_proc.sock")), []);
-    assert_eq!(changed(cluster, &by("dns:///warmroute:9002")), [(Level::Error, "envoy.address")]);
+    let by = |target: &str| {
+        format!(r#""grpc_service":{{"google_grpc":{{"target_uri":"{target}","stat_prefix":"x"}}"#)
+    };
+    assert_eq!(
+        changed(cluster, &by("unix:/tmp/warmroute/ext_proc.sock")),
+        []
+    );
+    assert_eq!(
+        changed(cluster, &by("unix:///tmp/warmroute/ext_proc.sock")),
+        []
+    );
+    assert_eq!(
+        changed(cluster, &by("dns:///warmroute:9002")),
+        [(Level::Error, "envoy.address")]
+    );
     let gone = r#""grpc_service":{"envoy_grpc":{"cluster_name":"gone"}"#;
-    assert_eq!(changed(cluster, gone), [(Level::Error, "envoy.ext_proc_cluster")]);
+    assert_eq!(
+        changed(cluster, gone),
+        [(Level::Error, "envoy.ext_proc_cluster")]
+    );
 }
 
 #[test]
@@ -539,7 +728,11 @@ fn an_address_is_ours_by_its_port_where_it_is_a_name_or_we_listen_everywhere() {
         (&local, at("10.0.0.1", 9002), false),
         (&local, at("warmroute.svc", 9002), true),
         (&everywhere, at("10.0.0.1", 9002), true),
-        (&everywhere, dump::Address::Pipe("/tmp/warmroute/ext_proc.sock".to_owned()), false),
+        (
+            &everywhere,
+            dump::Address::Pipe("/tmp/warmroute/ext_proc.sock".to_owned()),
+            false,
+        ),
     ] {
         assert_eq!(expected.is_ours(&address), ours, "{address}");
     }
@@ -547,7 +740,9 @@ fn an_address_is_ours_by_its_port_where_it_is_a_name_or_we_listen_everywhere() {
 
 #[test]
 fn headers_that_trusted_clients_may_pin_by_need_not_be_removed() {
-    let text = page("standalone").to_string().replace(r#"{"remove":"x-worker-instance-id"},"#, "");
+    let text = page("standalone")
+        .to_string()
+        .replace(r#"{"remove":"x-worker-instance-id"},"#, "");
     let page: Value = serde_json::from_str(&text).unwrap();
     let levels = |config: &Value| findings(&page, config).iter().map(|one| one.level).min();
     let mut trusting = config("standalone");
@@ -569,6 +764,15 @@ fn what_is_no_page_of_envoy_is_refused_with_the_reason() {
         let refused = Dump::read(text).unwrap_err();
         assert!(refused.contains(reason), "{text}: {refused}");
     }
-    let empty = examine(&Dump::read(r#"{"configs":[]}"#).unwrap(), &expected(&config("standalone")));
-    assert_eq!(empty.iter().map(|one| (one.level, one.check)).collect::<Vec<_>>(), [(Level::Error, "envoy.filter")]);
+    let empty = examine(
+        &Dump::read(r#"{"configs":[]}"#).unwrap(),
+        &expected(&config("standalone")),
+    );
+    assert_eq!(
+        empty
+            .iter()
+            .map(|one| (one.level, one.check))
+            .collect::<Vec<_>>(),
+        [(Level::Error, "envoy.filter")]
+    );
 }

@@ -21,7 +21,11 @@ fn pod(uid: &str, change: impl FnOnce(&mut Value)) -> (String, Pod) {
     (uid.to_owned(), serde_json::from_value(object).unwrap())
 }
 
-fn found(pods: &[(String, Pod)], ports: &[u16], used: &mut HashSet<String>) -> (Vec<WorkerConfig>, Vec<String>) {
+fn found(
+    pods: &[(String, Pod)],
+    ports: &[u16],
+    used: &mut HashSet<String>,
+) -> (Vec<WorkerConfig>, Vec<String>) {
     found_as(pods, ports, used, Ids::PodUid)
 }
 
@@ -31,11 +35,22 @@ fn found_as(
     used: &mut HashSet<String>,
     ids: Ids,
 ) -> (Vec<WorkerConfig>, Vec<String>) {
-    let ports: Vec<_> = ports.iter().map(|port| NonZeroU16::new(*port).unwrap()).collect();
-    let template =
-        TemplateConfig { topology: [("zone".to_owned(), "of the template".to_owned())].into(), ..Default::default() };
+    let ports: Vec<_> = ports
+        .iter()
+        .map(|port| NonZeroU16::new(*port).unwrap())
+        .collect();
+    let template = TemplateConfig {
+        topology: [("zone".to_owned(), "of the template".to_owned())].into(),
+        ..Default::default()
+    };
     let labels = LabelsConfig::default();
-    let like = Likeness { ports: &ports, template: &template, labels: &labels, pool: "inference/p", ids };
+    let like = Likeness {
+        ports: &ports,
+        template: &template,
+        labels: &labels,
+        pool: "inference/p",
+        ids,
+    };
     workers(&pods.iter().cloned().collect(), &like, used)
 }
 
@@ -50,12 +65,31 @@ fn a_ready_pod_is_a_worker_with_its_place() {
         pod["metadata"]["labels"]["topology.kubernetes.io/zone"] = json!("eu-1");
         pod["metadata"]["labels"]["llm-d.ai/engine-type"] = json!("vllm");
     });
-    let [worker] = &workers[..] else { panic!("{workers:?}") };
-    assert_eq!((worker.endpoint.to_string().as_str(), worker.role), ("10.0.0.1:8000", Role::Aggregated));
+    let [worker] = &workers[..] else {
+        panic!("{workers:?}")
+    };
+    assert_eq!(
+        (worker.endpoint.to_string().as_str(), worker.role),
+        ("10.0.0.1:8000", Role::Aggregated)
+    );
     assert_eq!(worker.name.as_deref(), Some("inference/vllm-a"));
-    let places = [("node", "node-1"), ("region", "eu"), ("zone", "of the template")];
-    assert_eq!(worker.topology, places.map(|(domain, value)| (domain.to_owned(), value.to_owned())).into());
-    assert_eq!(worker.taints, ["engine=vllm", "pool=inference/p"].map(str::to_owned).into());
+    let places = [
+        ("node", "node-1"),
+        ("region", "eu"),
+        ("zone", "of the template"),
+    ];
+    assert_eq!(
+        worker.topology,
+        places
+            .map(|(domain, value)| (domain.to_owned(), value.to_owned()))
+            .into()
+    );
+    assert_eq!(
+        worker.taints,
+        ["engine=vllm", "pool=inference/p"]
+            .map(str::to_owned)
+            .into()
+    );
     assert!(!worker.draining && odd.is_empty());
 }
 
@@ -79,8 +113,14 @@ fn only_pods_that_run_and_are_ready_become_workers() {
 fn a_pod_that_was_a_worker_drains_while_it_runs() {
     type Case = (fn(&mut Value), bool);
     let changes: [Case; 4] = [
-        (|pod| pod["status"]["conditions"][1]["status"] = json!("False"), true),
-        (|pod| pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z"), true),
+        (
+            |pod| pod["status"]["conditions"][1]["status"] = json!("False"),
+            true,
+        ),
+        (
+            |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z"),
+            true,
+        ),
         (|pod| pod["status"]["phase"] = json!("Succeeded"), false),
         (|pod| pod["status"]["podIP"] = Value::Null, false),
     ];
@@ -89,7 +129,10 @@ fn a_pod_that_was_a_worker_drains_while_it_runs() {
         assert_eq!(found(&[pod("a", |_| {})], &[8000], &mut used).0.len(), 1);
         let (workers, _) = found(&[pod("a", change)], &[8000], &mut used);
         assert_eq!(
-            workers.iter().map(|worker| worker.draining).collect::<Vec<_>>(),
+            workers
+                .iter()
+                .map(|worker| worker.draining)
+                .collect::<Vec<_>>(),
             if stays { vec![true] } else { vec![] }
         );
         // Another pod of that name never was one.
@@ -101,26 +144,42 @@ fn a_pod_that_was_a_worker_drains_while_it_runs() {
 #[test]
 fn each_port_is_the_worker_of_one_rank_and_an_annotation_leaves_some_out() {
     let list = |workers: &[WorkerConfig]| -> Vec<(u16, u32)> {
-        workers.iter().map(|worker| (worker.endpoint.0.port(), worker.data_parallel.start)).collect()
+        workers
+            .iter()
+            .map(|worker| (worker.endpoint.0.port(), worker.data_parallel.start))
+            .collect()
     };
     let mut used = HashSet::new();
     let (workers, _) = found(&[pod("a", |_| {})], &[8000, 8001, 8002], &mut used);
     assert_eq!(list(&workers), [(8000, 0), (8001, 1), (8002, 2)]);
     let ids: HashSet<_> = workers.iter().map(|worker| worker.id).collect();
     assert_eq!(ids.len(), 3);
-    let some = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "8002, 8000"});
+    let some = |pod: &mut Value| {
+        pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "8002, 8000"})
+    };
     let (workers, odd) = found(&[pod("a", some)], &[8000, 8001, 8002], &mut used);
     assert_eq!((list(&workers), odd), (vec![(8000, 0), (8002, 2)], vec![]));
     // The older name counts where the newer is missing.
     let older = "inference.networking.k8s.io/active-ports";
     let old = |pod: &mut Value| pod["metadata"]["annotations"] = json!({older: "8001"});
-    assert_eq!(list(&found(&[pod("a", old)], &[8000, 8001, 8002], &mut used).0), [(8001, 1)]);
-    let both =
-        |pod: &mut Value| pod["metadata"]["annotations"] = json!({older: "8001", "llm-d.ai/active-ports": "8000"});
-    assert_eq!(list(&found(&[pod("a", both)], &[8000, 8001, 8002], &mut used).0), [(8000, 0)]);
-    let wrong = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "all"});
+    assert_eq!(
+        list(&found(&[pod("a", old)], &[8000, 8001, 8002], &mut used).0),
+        [(8001, 1)]
+    );
+    let both = |pod: &mut Value| {
+        pod["metadata"]["annotations"] = json!({older: "8001", "llm-d.ai/active-ports": "8000"})
+    };
+    assert_eq!(
+        list(&found(&[pod("a", both)], &[8000, 8001, 8002], &mut used).0),
+        [(8000, 0)]
+    );
+    let wrong =
+        |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "all"});
     let (workers, odd) = found(&[pod("a", wrong)], &[8000, 8001], &mut used);
-    assert!(workers.is_empty() && odd[0].contains("inference/vllm-a") && odd[0].contains("`all`"), "{odd:?}");
+    assert!(
+        workers.is_empty() && odd[0].contains("inference/vllm-a") && odd[0].contains("`all`"),
+        "{odd:?}"
+    );
 }
 
 #[test]
@@ -137,11 +196,16 @@ fn labels_tell_the_role_and_the_instance_id() {
         assert_eq!(workers.first().map(|worker| worker.role), role);
         assert_eq!(odd.len(), usize::from(role.is_none()), "{odd:?}");
     }
-    let told =
-        |ids: &'static str| move |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!(ids);
-    let ids = |workers: &[WorkerConfig]| workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>();
+    let told = |ids: &'static str| {
+        move |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!(ids)
+    };
+    let ids =
+        |workers: &[WorkerConfig]| workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>();
     assert_eq!(ids(&alone(told("18446744073709551615")).0), [u64::MAX]);
-    assert_eq!(ids(&found(&[pod("a", told("7.9"))], &[1, 2], &mut HashSet::new()).0), [7, 9]);
+    assert_eq!(
+        ids(&found(&[pod("a", told("7.9"))], &[1, 2], &mut HashSet::new()).0),
+        [7, 9]
+    );
     for wrong in ["seven", "7.8", ""] {
         let (workers, odd) = alone(told(wrong));
         assert!(workers.is_empty() && odd.len() == 1, "{wrong}: {workers:?}");
@@ -169,13 +233,29 @@ fn the_ids_of_dynamo_are_made_of_names_unless_a_label_tells_them() {
     ] {
         assert_eq!(dynamo_id(name), WorkerId(id));
         let named = |pod: &mut Value| pod["metadata"]["name"] = json!(name);
-        let (workers, odd) = found_as(&[pod("u", named)], &[8000], &mut HashSet::new(), Ids::Dynamo);
+        let (workers, odd) = found_as(
+            &[pod("u", named)],
+            &[8000],
+            &mut HashSet::new(),
+            Ids::Dynamo,
+        );
         assert_eq!((workers[0].id, odd), (WorkerId(id), vec![]));
     }
     let told = |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!("7");
-    assert_eq!(found_as(&[pod("u", told)], &[8000], &mut HashSet::new(), Ids::Dynamo).0[0].id, WorkerId(7));
-    let (workers, odd) = found_as(&[pod("u", |_| {})], &[8000, 8001], &mut HashSet::new(), Ids::Dynamo);
-    assert!(workers.is_empty() && odd[0].contains("it has 2 ports"), "{odd:?}");
+    assert_eq!(
+        found_as(&[pod("u", told)], &[8000], &mut HashSet::new(), Ids::Dynamo).0[0].id,
+        WorkerId(7)
+    );
+    let (workers, odd) = found_as(
+        &[pod("u", |_| {})],
+        &[8000, 8001],
+        &mut HashSet::new(),
+        Ids::Dynamo,
+    );
+    assert!(
+        workers.is_empty() && odd[0].contains("it has 2 ports"),
+        "{odd:?}"
+    );
 }
 
 const PINNED: u64 = 7_322_531_667_002_998;

@@ -14,10 +14,16 @@ fn pod(uid: &str) -> ReceivedObject<Pod> {
 }
 
 fn names(pods: &mut Pods) -> Option<Vec<String>> {
-    let config: PodsConfig = serde_saphyr::from_str("{selector: {app: vllm}, ports: [8000]}").unwrap();
+    let config: PodsConfig =
+        serde_saphyr::from_str("{selector: {app: vllm}, ports: [8000]}").unwrap();
     let membership = Membership::configured(&config).unwrap();
     let (workers, _) = pods.workers(&membership, &config, &LabelsConfig::default())?;
-    Some(workers.into_iter().filter_map(|worker| worker.name).collect())
+    Some(
+        workers
+            .into_iter()
+            .filter_map(|worker| worker.name)
+            .collect(),
+    )
 }
 
 #[test]
@@ -54,7 +60,14 @@ fn an_inference_pool_tells_selector_and_ports() {
     let pool: InferencePool = serde_json::from_value(object.clone()).unwrap();
     let membership = Membership::of(&pool).unwrap();
     assert_eq!(membership.label_selector(), "app=vllm,tier=gold");
-    assert_eq!(membership.ports.iter().map(|port| port.get()).collect::<Vec<_>>(), [8000, 8001]);
+    assert_eq!(
+        membership
+            .ports
+            .iter()
+            .map(|port| port.get())
+            .collect::<Vec<_>>(),
+        [8000, 8001]
+    );
     let mut all = object;
     all["spec"]["selector"] = json!({"matchLabels": {}});
     assert_eq!(Membership::of(&serde_json::from_value(all).unwrap()), None);

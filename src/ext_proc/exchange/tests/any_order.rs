@@ -32,22 +32,46 @@ fn http_headers(pairs: &[(&str, &str)], end_of_stream: bool) -> HttpHeaders {
         raw_value: value.as_bytes().to_vec(),
         ..HeaderValue::default()
     };
-    let headers = Some(HeaderMap { headers: pairs.iter().map(header).collect() });
-    HttpHeaders { headers, end_of_stream, ..HttpHeaders::default() }
+    let headers = Some(HeaderMap {
+        headers: pairs.iter().map(header).collect(),
+    });
+    HttpHeaders {
+        headers,
+        end_of_stream,
+        ..HttpHeaders::default()
+    }
 }
 
 fn http_body(body: Vec<u8>, end_of_stream: bool) -> HttpBody {
-    HttpBody { body, end_of_stream, ..HttpBody::default() }
+    HttpBody {
+        body,
+        end_of_stream,
+        ..HttpBody::default()
+    }
 }
 
 fn request_headers(inference: bool, end: bool) -> Request {
     let path = if inference { CHAT } else { "/v1/files" };
-    Request::RequestHeaders(http_headers(&[(":method", "POST"), (":path", path), (headers::WORKER_ID, "1")], end))
+    Request::RequestHeaders(http_headers(
+        &[
+            (":method", "POST"),
+            (":path", path),
+            (headers::WORKER_ID, "1"),
+        ],
+        end,
+    ))
 }
 
 fn response_headers(stream: bool, end: bool) -> Request {
-    let kind = if stream { "text/event-stream" } else { "application/json" };
-    Request::ResponseHeaders(http_headers(&[(":status", "200"), ("content-type", kind)], end))
+    let kind = if stream {
+        "text/event-stream"
+    } else {
+        "application/json"
+    };
+    Request::ResponseHeaders(http_headers(
+        &[(":status", "200"), ("content-type", kind)],
+        end,
+    ))
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -83,8 +107,18 @@ struct Seen {
 
 impl Seen {
     fn new(request: BodySendMode, response: BodySendMode) -> Self {
-        let answers = Answers { mode: true, worker: true, prediction: true, why: true };
-        let options = Options { body_limit: 12, answers, conformance: true, ..Options::default() };
+        let answers = Answers {
+            mode: true,
+            worker: true,
+            prediction: true,
+            why: true,
+        };
+        let options = Options {
+            body_limit: 12,
+            answers,
+            conformance: true,
+            ..Options::default()
+        };
         let config = ProtocolConfiguration {
             request_body_mode: request.into(),
             response_body_mode: response.into(),
@@ -106,7 +140,10 @@ impl Seen {
 
     fn take(&mut self, step: Step) {
         let effects = match step {
-            Step::Routed(steered) => self.exchange.on_route(if steered { to_worker() } else { to_nobody() }),
+            Step::Routed(steered) => {
+                self.exchange
+                    .on_route(if steered { to_worker() } else { to_nobody() })
+            }
             Step::Deadline => self.exchange.on_deadline(),
             Step::FirstToken => self.exchange.on_first_token(),
             Step::Wire(request) => {
@@ -115,8 +152,11 @@ impl Seen {
                     self.bytes_in.extend_from_slice(&body.body);
                 }
                 let protocol_config = self.config.take();
-                let wire =
-                    ProcessingRequest { request: Some(request), protocol_config, ..ProcessingRequest::default() };
+                let wire = ProcessingRequest {
+                    request: Some(request),
+                    protocol_config,
+                    ..ProcessingRequest::default()
+                };
                 let incoming = Incoming::read(wire);
                 if let Some(modes) = incoming.modes {
                     self.exchange.configure(modes);
@@ -145,7 +185,10 @@ impl Seen {
         let name = match response {
             Response::RequestHeaders(_) => "request headers",
             Response::RequestBody(body) => {
-                let mutation = body.response.and_then(|common| common.body_mutation).and_then(|body| body.mutation);
+                let mutation = body
+                    .response
+                    .and_then(|common| common.body_mutation)
+                    .and_then(|body| body.mutation);
                 if let Some(Mutation::StreamedResponse(piece)) = mutation {
                     self.bytes_out.extend_from_slice(&piece.body);
                     self.ends_out += usize::from(piece.end_of_stream);
@@ -168,13 +211,21 @@ impl Seen {
             let sent = self.sent.get(name).copied().unwrap_or(0);
             // In full duplex a body may go back in other pieces than it came in.
             let pieces_differ = self.duplex && *name == "request body" && sent > 0;
-            assert!(*replied <= sent || pieces_differ, "{replied} replies to {sent} {name}");
+            assert!(
+                *replied <= sent || pieces_differ,
+                "{replied} replies to {sent} {name}"
+            );
         }
         for (name, times) in &self.effects {
             assert_eq!(*times, 1, "{name}");
         }
         if self.duplex {
-            assert!(self.bytes_in.starts_with(&self.bytes_out), "{:?} of {:?}", self.bytes_out, self.bytes_in);
+            assert!(
+                self.bytes_in.starts_with(&self.bytes_out),
+                "{:?} of {:?}",
+                self.bytes_out,
+                self.bytes_in
+            );
         }
     }
 }

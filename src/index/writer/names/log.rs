@@ -26,11 +26,22 @@ pub(super) struct Entry {
 impl Entry {
     /// A name that stands for nothing yet.
     pub(super) fn new(name: EngineHash) -> Self {
-        Self { name: name.0, block: 0, shard: 0, layers: Layers::NONE }
+        Self {
+            name: name.0,
+            block: 0,
+            shard: 0,
+            layers: Layers::NONE,
+        }
     }
 
     pub(super) fn named(self) -> Named {
-        Named { place: Place { shard: self.shard, block: BlockId(self.block) }, layers: self.layers }
+        Named {
+            place: Place {
+                shard: self.shard,
+                block: BlockId(self.block),
+            },
+            layers: self.layers,
+        }
     }
 }
 
@@ -44,7 +55,11 @@ pub(super) struct Log {
 
 impl Default for Log {
     fn default() -> Self {
-        Self { pieces: Vec::new(), free: NONE, len: 0 }
+        Self {
+            pieces: Vec::new(),
+            free: NONE,
+            len: 0,
+        }
     }
 }
 
@@ -81,7 +96,9 @@ impl Log {
             self.pieces.push(Vec::with_capacity(room));
         }
         let before = (self.pieces.len() - 1) * PIECE;
-        let Some(last) = self.pieces.last_mut() else { return 0 };
+        let Some(last) = self.pieces.last_mut() else {
+            return 0;
+        };
         last.push(entry);
         (before + last.len() - 1) as u32
     }
@@ -94,6 +111,8 @@ impl Log {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Entry)> {
         let all = self.pieces.iter().flatten();
-        (0..).zip(all).filter(|(_, entry)| !{ entry.layers }.is_empty())
+        (0..)
+            .zip(all)
+            .filter(|(_, entry)| !{ entry.layers }.is_empty())
     }
 }

@@ -8,14 +8,21 @@ use crate::index::trie::BlockId;
 
 fn named(number: u32) -> Named {
     Named {
-        place: Place { shard: number as u8, block: BlockId(number) },
+        place: Place {
+            shard: number as u8,
+            block: BlockId(number),
+        },
         layers: Layers::one(crate::tier::Tier::Device),
     }
 }
 
 /// Names that lie close together or far apart, many of them with the same seats in a small map.
 fn names() -> impl Strategy<Value = u64> {
-    prop_oneof![0..40u64, (0..40u64).prop_map(|at| at << 32), (0..40u64).prop_map(|at| u64::MAX - at)]
+    prop_oneof![
+        0..40u64,
+        (0..40u64).prop_map(|at| at << 32),
+        (0..40u64).prop_map(|at| u64::MAX - at)
+    ]
 }
 
 proptest! {
@@ -65,8 +72,16 @@ fn a_name_costs_few_bytes_and_memory_is_given_back() {
     let mut all = Names::default();
     for name in 0..10_000u32 {
         all.set(EngineHash(u64::from(name)), named(name));
-        let slots: usize = all.shelves.iter().map(|shelf| shelf.table.len() * 2 * WIDTH).sum();
-        assert!(slots <= all.len() * 5 / 2 + 4 * WIDTH * all.shelves.len(), "{slots} slots for {}", all.len());
+        let slots: usize = all
+            .shelves
+            .iter()
+            .map(|shelf| shelf.table.len() * 2 * WIDTH)
+            .sum();
+        assert!(
+            slots <= all.len() * 5 / 2 + 4 * WIDTH * all.shelves.len(),
+            "{slots} slots for {}",
+            all.len()
+        );
     }
     assert_eq!(size_of::<Entry>(), 14);
     for name in 0..9_990 {
@@ -74,14 +89,22 @@ fn a_name_costs_few_bytes_and_memory_is_given_back() {
         all.hold(at, Layers::NONE);
         all.shrink();
     }
-    assert!(all.shelves.len() == 1 && all.shelves[0].table.len() <= 16, "{}", all.shelves[0].table.len());
+    assert!(
+        all.shelves.len() == 1 && all.shelves[0].table.len() <= 16,
+        "{}",
+        all.shelves[0].table.len()
+    );
     assert!((9_990..10_000).all(|name| all.get(EngineHash(u64::from(name))) == Some(named(name))));
 }
 
 #[test]
 fn names_of_one_seat_find_room_behind_it_however_many_they_are() {
     let mut all = Names::default();
-    let alike: Vec<_> = (0u64..).filter(|name| mix(*name) >> 56 == 255).take(150).map(EngineHash).collect();
+    let alike: Vec<_> = (0u64..)
+        .filter(|name| mix(*name) >> 56 == 255)
+        .take(150)
+        .map(EngineHash)
+        .collect();
     for (at, name) in alike.iter().enumerate() {
         all.set(*name, named(at as u32));
     }
@@ -91,7 +114,9 @@ fn names_of_one_seat_find_room_behind_it_however_many_they_are() {
         all.hold(at, Layers::NONE);
         assert!(!all.has(alike[gone]));
     }
-    let left = (0..150).filter(|at| all.get(alike[*at]) == Some(named(*at as u32))).count();
+    let left = (0..150)
+        .filter(|at| all.get(alike[*at]) == Some(named(*at as u32)))
+        .count();
     assert_eq!((left, all.len()), (139, 139));
 }
 
@@ -99,7 +124,9 @@ fn names_of_one_seat_find_room_behind_it_however_many_they_are() {
 fn a_name_that_is_not_there_is_looked_for_once_around_a_small_map() {
     let mut name = 1_u64;
     let mut next = || {
-        name = name.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        name = name
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         EngineHash(name)
     };
     for count in (1..60).cycle().take(6_000) {

@@ -6,7 +6,10 @@ use super::*;
 use crate::index::dump::tests::content;
 use crate::index::dump::{self, Reader};
 
-const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+const RANK: WorkerRank = WorkerRank {
+    worker: WorkerId(1),
+    rank: DpRank(0),
+};
 
 /// What an engine does next.
 #[derive(Clone, Debug)]
@@ -40,8 +43,19 @@ fn act() -> impl Strategy<Value = Act> {
     let tier = prop_oneof![3 => Just("GPU"), 1 => Just("CPU")];
     let size = prop_oneof![6 => Just(2u32), 2 => Just(4), 1 => Just(3)];
     let salt = prop_oneof![4 => Just(None), 1 => Just(Some("one")), 1 => Just(Some("another"))];
-    let store = (any::<Option<prop::sample::Index>>(), 1..4u64, tier, size, salt);
-    let kind = prop_oneof![Just("sliding_window"), Just("mamba"), Just("something"), Just("full_attention")];
+    let store = (
+        any::<Option<prop::sample::Index>>(),
+        1..4u64,
+        tier,
+        size,
+        salt,
+    );
+    let kind = prop_oneof![
+        Just("sliding_window"),
+        Just("mamba"),
+        Just("something"),
+        Just("full_attention")
+    ];
     prop_oneof![
         8 => store.prop_map(|(behind, blocks, tier, size, salt)| Act::Store { behind, blocks, tier, size, salt }),
         2 => (0..3u32, kind, any::<Option<u8>>())
@@ -60,15 +74,39 @@ fn published(acts: &[Act]) -> Vec<(u64, Vec<u8>)> {
     let mut batches = Vec::new();
     for act in acts {
         let payload = match act {
-            Act::Store { behind, blocks, tier, size, salt } => {
-                let parent = behind.filter(|_| !names.is_empty()).map(|at| *at.get(&names));
+            Act::Store {
+                behind,
+                blocks,
+                tier,
+                size,
+                salt,
+            } => {
+                let parent = behind
+                    .filter(|_| !names.is_empty())
+                    .map(|at| *at.get(&names));
                 let stored: Vec<u64> = (fresh + 1..=fresh + blocks).collect();
                 fresh += blocks;
                 names.extend(&stored);
-                let tokens: Vec<u64> = stored.iter().flat_map(|block| vec![*block; *size as usize]).collect();
-                let keys: Vec<Vec<&str>> = stored.iter().map(|_| salt.iter().copied().collect()).collect();
+                let tokens: Vec<u64> = stored
+                    .iter()
+                    .flat_map(|block| vec![*block; *size as usize])
+                    .collect();
+                let keys: Vec<Vec<&str>> = stored
+                    .iter()
+                    .map(|_| salt.iter().copied().collect())
+                    .collect();
                 let none = None::<&str>;
-                let stored = ("BlockStored", stored, parent, tokens, size, nil, tier, none, keys);
+                let stored = (
+                    "BlockStored",
+                    stored,
+                    parent,
+                    tokens,
+                    size,
+                    nil,
+                    tier,
+                    none,
+                    keys,
+                );
                 rmp_serde::to_vec(&(1.5, [stored], 0))
             }
             Act::Group { id, kind, window } => {
@@ -97,14 +135,29 @@ fn published(acts: &[Act]) -> Vec<(u64, Vec<u8>)> {
                 names.push(fresh);
                 let none = None::<&str>;
                 let kind = "full_attention";
-                let stored =
-                    ("BlockStored", [fresh], nil, [fresh, fresh], 2u32, nil, "GPU", none, nil, id, kind, nil, nil);
+                let stored = (
+                    "BlockStored",
+                    [fresh],
+                    nil,
+                    [fresh, fresh],
+                    2u32,
+                    nil,
+                    "GPU",
+                    none,
+                    nil,
+                    id,
+                    kind,
+                    nil,
+                    nil,
+                );
                 rmp_serde::to_vec(&(1.5, [stored], 0))
             }
             Act::Evict(_) if names.is_empty() => continue,
-            Act::Evict(at) => {
-                rmp_serde::to_vec(&(1.5, [("BlockRemoved", [names.swap_remove(at.index(names.len()))])], 0))
-            }
+            Act::Evict(at) => rmp_serde::to_vec(&(
+                1.5,
+                [("BlockRemoved", [names.swap_remove(at.index(names.len()))])],
+                0,
+            )),
             Act::Clear => rmp_serde::to_vec(&(1.5, [("AllBlocksCleared",)], 0)),
             Act::Restart => {
                 number = 0;
@@ -128,7 +181,12 @@ impl Real {
 
     /// What another one gets of it, after the way over the wire.
     fn copied(&self) -> RankDump {
-        let held = self.feed.sink.position.copy(|| Some(self.writer.lock().portrait(RANK))).unwrap();
+        let held = self
+            .feed
+            .sink
+            .position
+            .copy(|| Some(self.writer.lock().portrait(RANK)))
+            .unwrap();
         let mut bytes = Vec::new();
         dump::begin(&mut bytes).unwrap();
         held.write(&mut bytes).unwrap();
@@ -192,7 +250,10 @@ fn what_was_doubted_or_never_told_stays_so_for_who_takes_over() {
     real.store(None, &[3]);
     assert_eq!(real.stands(), STALE);
     let mut next = real.successor();
-    assert_eq!((next.stands(), next.facts().doubted_blocks), (STALE, real.facts().doubted_blocks));
+    assert_eq!(
+        (next.stands(), next.facts().doubted_blocks),
+        (STALE, real.facts().doubted_blocks)
+    );
     next.store(None, &[1, 2]);
     assert_eq!(next.stands(), INCOMPLETE, "what was lost may be held");
 
@@ -210,17 +271,29 @@ fn who_takes_over_without_a_replay_notices_a_new_life_and_a_gap_by_the_next_numb
     }
     let mut next = real.successor();
     next.store(None, &[6]);
-    assert_eq!((next.stands(), next.holds(&[1])), (EXACT, 1), "nothing is missing");
+    assert_eq!(
+        (next.stands(), next.holds(&[1])),
+        (EXACT, 1),
+        "nothing is missing"
+    );
 
     let mut next = real.successor();
     next.lose(1);
     next.store(None, &[6]);
-    assert_eq!((next.stands(), next.holds(&[1])), (STALE, 1), "something is");
+    assert_eq!(
+        (next.stands(), next.holds(&[1])),
+        (STALE, 1),
+        "something is"
+    );
 
     for number in [0, 2, 4] {
         let mut next = real.successor();
         next.next = number;
         next.store(None, &[6]);
-        assert_eq!((next.facts().restarts, next.holds(&[1])), (1, 0), "another engine, at batch {number}");
+        assert_eq!(
+            (next.facts().restarts, next.holds(&[1])),
+            (1, 0),
+            "another engine, at batch {number}"
+        );
     }
 }

@@ -12,7 +12,10 @@ fn piece(tokens: u32) -> Value {
 }
 
 fn pieces(names: impl IntoIterator<Item = u128>, tokens: u32) -> Vec<(u128, Value)> {
-    names.into_iter().map(|name| (name, piece(tokens))).collect()
+    names
+        .into_iter()
+        .map(|name| (name, piece(tokens)))
+        .collect()
 }
 
 fn known(cache: &PromptCache, names: &[u128]) -> usize {
@@ -25,12 +28,22 @@ fn what_is_kept_is_found_up_to_the_first_gap() {
     let names: Vec<u128> = (1..=200).collect();
     assert_eq!(known(&cache, &names), 0);
     cache.keep(&[], pieces((1..=200).filter(|name| *name != 131), 3));
-    for (asked, found) in [(&names[..], 130), (&names[..128], 128), (&names[..64], 64), (&names[130..], 0), (&[], 0)] {
+    for (asked, found) in [
+        (&names[..], 130),
+        (&names[..128], 128),
+        (&names[..64], 64),
+        (&names[130..], 0),
+        (&[], 0),
+    ] {
         assert_eq!(known(&cache, asked), found);
     }
     cache.keep(&names[..130], pieces([131], 3));
     assert_eq!(known(&cache, &names), 200);
-    assert_eq!(cache.walk(&names, Value::blocks).len(), 0, "tokens are no hashes");
+    assert_eq!(
+        cache.walk(&names, Value::blocks).len(),
+        0,
+        "tokens are no hashes"
+    );
 }
 
 #[test]
@@ -74,11 +87,15 @@ fn the_limit_holds_whatever_comes_and_may_change() {
             let (cache, mut random) = (&cache, SmallRng::seed_from_u64(random.random()));
             scope.spawn(move || {
                 for _ in 0..2000 {
-                    let names: Vec<u128> =
-                        (0..random.random_range(1..40)).map(|_| random.random_range(0..5000)).collect();
+                    let names: Vec<u128> = (0..random.random_range(1..40))
+                        .map(|_| random.random_range(0..5000))
+                        .collect();
                     let found = known(cache, &names);
                     let length = random.random_range(0..100);
-                    cache.keep(&names[..found], pieces(names[found..].iter().copied(), length));
+                    cache.keep(
+                        &names[..found],
+                        pieces(names[found..].iter().copied(), length),
+                    );
                     assert!(cache.bytes() <= 100_000);
                     // Two that resize at once do not wait for each other.
                     if random.random_bool(0.01) {
@@ -90,8 +107,16 @@ fn the_limit_holds_whatever_comes_and_may_change() {
     });
     cache.resize(100_000);
     let table = cache.table.lock();
-    let held: usize = table.entries.iter().filter_map(|entry| entry.value.as_ref()).map(Value::bytes).sum();
-    assert_eq!((held, table.places.len()), (table.bytes, table.entries.len() - 1 - table.free.len()));
+    let held: usize = table
+        .entries
+        .iter()
+        .filter_map(|entry| entry.value.as_ref())
+        .map(Value::bytes)
+        .sum();
+    assert_eq!(
+        (held, table.places.len()),
+        (table.bytes, table.entries.len() - 1 - table.free.len())
+    );
     drop(table);
     for limit in [50_000, 400, 0] {
         cache.resize(limit);
