@@ -1,4 +1,4 @@
-//! Compiles our own protocols. No `protoc` is needed: the compiler is a Rust library.
+//! Compiles the protocols of warmroute with a Rust library, so that no `protoc` binary is needed.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     const PROTOS: [&str; 3] = [

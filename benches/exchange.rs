@@ -1,54 +1,60 @@
-//! What the protocol costs: whole exchanges through the state machine, each beside what no implementation can avoid in
-//! the same run, which is moving the same bytes once and encoding the same replies.
+//! Cost of the protocol: whole exchanges through the state machine, next to the minimum of any
+//! implementation in the same run: moving the same bytes once, and encoding the same replies.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
-use divan::{Bencher, black_box, counter::BytesCount};
+use divan::counter::BytesCount;
+use divan::{Bencher, black_box};
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use prost::Message as _;
-use warmroute::ext_proc::exchange::{Answers, Effect, Exchange, Options, Start};
+use warmroute::ext_proc::exchange::{
+    Effect, Exchange, ExchangeOptions, ExchangeStart, ResponseHeaderOptions,
+};
 use warmroute::ext_proc::headers::{RequestHead, ResponseHead};
-use warmroute::ext_proc::message::{BodyMode, Message, Modes};
-use warmroute::ext_proc::wire::Piece;
-use warmroute::router::{Destination, Mode, Steer};
-use warmroute::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute::ext_proc::message::{BodyMode, BodyModes, ExchangeMessage};
+use warmroute::ext_proc::wire::BodyPiece;
+use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
+use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
 const MB: usize = 1_000_000;
-/// Chunks as Envoy sends them in full duplex.
+/// Size of Envoy's chunks in full-duplex mode.
 const CHUNK: usize = 16_384;
 
 fn main() {
     divan::main();
 }
 
-fn steer() -> Steer {
+fn route_target() -> RouteTarget {
     let rank = WorkerRank {
         worker: WorkerId(7),
         rank: DpRank(0),
     };
     let endpoint = std::net::SocketAddr::from(([10, 0, 0, 1], 8000));
-    let to = Destination {
+    let to = RankEndpoint {
         rank,
-        endpoint: warmroute::worker::Endpoint(endpoint),
+        endpoint: warmroute_core::worker::WorkerEndpoint(endpoint),
         several_ranks: false,
     };
-    Steer {
+    RouteTarget {
         to: Some(to),
         predicted_cached_tokens: Some(32),
         mode: Mode::Exact,
-        ..Steer::PASSTHROUGH
+        ..RouteTarget::PASSTHROUGH
     }
 }
 
 /// A streaming chat exchange with a request body of `bytes`.
-fn transcript(request: BodyMode, bytes: usize) -> Vec<Message> {
+fn transcript(request: BodyMode, bytes: usize) -> Vec<ExchangeMessage> {
     let head = RequestHead {
         method: "POST".into(),
         path: "/v1/chat/completions".into(),
         ..RequestHead::default()
     };
-    let mut messages = vec![Message::RequestHeaders { head, end: false }];
+    let mut messages = vec![ExchangeMessage::RequestHeaders {
+        head,
+        end_of_stream: false,
+    }];
     let body = Bytes::from(vec![b'x'; bytes]);
     let size = if request == BodyMode::FullDuplex {
         CHUNK
@@ -57,32 +63,39 @@ fn transcript(request: BodyMode, bytes: usize) -> Vec<Message> {
     };
     for at in (0..bytes).step_by(size) {
         let end = (at + size).min(bytes);
-        messages.push(Message::RequestBody(Piece::new(
+        messages.push(ExchangeMessage::RequestBody(BodyPiece::new(
             body.slice(at..end),
             end == bytes,
         )));
     }
     let head = ResponseHead {
         status: 200,
-        event_stream: true,
+        is_event_stream: true,
         ..ResponseHead::default()
     };
-    messages.push(Message::ResponseHeaders { head, end: false });
+    messages.push(ExchangeMessage::ResponseHeaders {
+        head,
+        end_of_stream: false,
+    });
     messages
 }
 
-fn replies(request: BodyMode, messages: Vec<Message>, steer: &Steer) -> Vec<ProcessingResponse> {
-    let answers = Answers {
+fn replies(
+    request: BodyMode,
+    messages: Vec<ExchangeMessage>,
+    target: &RouteTarget,
+) -> Vec<ProcessingResponse> {
+    let answers = ResponseHeaderOptions {
         mode: true,
-        ..Answers::default()
+        ..ResponseHeaderOptions::default()
     };
-    let options = Options {
+    let options = ExchangeOptions {
         body_limit: 32 << 20,
-        answers,
-        ..Options::default()
+        response_headers: answers,
+        ..ExchangeOptions::default()
     };
-    let mut exchange = Exchange::new(Arc::new(options), Start::default());
-    exchange.configure(Modes {
+    let mut exchange = Exchange::new(Arc::new(options), ExchangeStart::default());
+    exchange.configure(BodyModes {
         request,
         response: BodyMode::None,
     });
@@ -93,7 +106,7 @@ fn replies(request: BodyMode, messages: Vec<Message>, steer: &Steer) -> Vec<Proc
             .iter()
             .any(|effect| matches!(effect, Effect::Route(_)));
         let routed = if routes {
-            exchange.on_route(steer.clone())
+            exchange.on_route(target.clone())
         } else {
             Vec::new()
         };
@@ -114,16 +127,17 @@ const CASES: [(BodyMode, usize); 2] = [(BodyMode::Buffered, 8_000), (BodyMode::F
 #[divan::bench(args = [0, 1])]
 fn exchange(bencher: Bencher<'_, '_>, case: usize) {
     let (mode, bytes) = CASES[case];
-    let (transcript, steer) = (transcript(mode, bytes), steer());
+    let transcript = transcript(mode, bytes);
+    let target = route_target();
     let messages = || transcript.clone();
     bencher
         .counter(BytesCount::new(bytes))
         .with_inputs(messages)
-        .bench_values(|messages| replies(mode, messages, black_box(&steer)));
+        .bench_values(|messages| replies(mode, messages, black_box(&target)));
 }
 
 #[divan::bench(args = [0, 1])]
-fn limit_copy_of_the_same_bytes(bencher: Bencher<'_, '_>, case: usize) {
+fn limit_copy_of_bytes(bencher: Bencher<'_, '_>, case: usize) {
     let body = vec![b'x'; CASES[case].1];
     bencher
         .counter(BytesCount::new(body.len()))
@@ -131,9 +145,9 @@ fn limit_copy_of_the_same_bytes(bencher: Bencher<'_, '_>, case: usize) {
 }
 
 #[divan::bench(args = [0, 1])]
-fn limit_encoding_of_the_replies(bencher: Bencher<'_, '_>, case: usize) {
+fn limit_encoding_of_replies(bencher: Bencher<'_, '_>, case: usize) {
     let (mode, bytes) = CASES[case];
-    let replies = replies(mode, transcript(mode, bytes), &steer());
+    let replies = replies(mode, transcript(mode, bytes), &route_target());
     let encode = || {
         replies
             .iter()

@@ -1,14 +1,15 @@
-//! What it costs that several replicas choose at once: the same trace, the same workers, and one or more routers that hear
-//! of each other's bookings after a delay, or never. Time is simulated, so nothing here depends on the machine, and the
-//! choices are those of the real router. One replica is the measure; a choice is stale where somebody who knew everything
-//! would have found a cheaper rank, and a duplicate where that is because another replica was quicker there.
+//! Cost of concurrent decisions by several replicas: the same trace, the same workers, and one or
+//! more routers that receive each other's bookings after a delay, or never. Time is simulated, so
+//! the results do not depend on the machine, and the decisions are those of the real router. One
+//! replica is the reference. A choice is stale if a router with complete knowledge would have found
+//! a cheaper rank. It is a duplicate if that is because another replica was faster there.
 //!
 //! `cargo bench --bench herd -- [--trace FILE.jsonl.gz] [--workers N] [--rate REQUESTS_PER_SECOND]`
 
 #![expect(
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "a program that measures"
+    reason = "a bench prints its results, and a failure ends it"
 )]
 
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
@@ -22,34 +23,36 @@ use clap::Parser;
 use flate2::read::GzDecoder;
 use parking_lot::Mutex;
 use serde::Deserialize;
-use warmroute::block::{BlockHashes, EngineHash, LocalHash};
-use warmroute::fleet::Fleet;
-use warmroute::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
-use warmroute::load::{BookingId, Live, LoadTracker, News, Reservation, Until};
-use warmroute::router::{Booked, Prompt, RouteRequest, Router, RouterSettings};
-use warmroute::schedule::Unheard;
-use warmroute::tier::Tier;
-use warmroute::trust::Standing;
-use warmroute::worker::{BlockSize, Endpoint, Worker, WorkerId};
+use warmroute_core::block::{BlockHashes, EngineHash, LocalHash, StorageTier};
+use warmroute_core::fleet::Fleet;
+use warmroute_core::freshness::SourceStatus;
+use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
+use warmroute_core::load::{
+    BookingEnd, BookingId, LoadListener, LoadTracker, Reservation, ReservationEvent,
+    ReservationState,
+};
+use warmroute_core::policy::InFlightEstimate;
+use warmroute_core::router::{Placement, RoutePrompt, RouteRequest, Router, RouterSettings};
+use warmroute_core::worker::{BlockSize, Worker, WorkerEndpoint, WorkerId};
 
-/// What a trace calls a block.
+/// Tokens of a trace block.
 const BLOCK: usize = 512;
-/// How busy the workers' prefills are with one replica.
+/// Utilization of the workers' prefills with one replica.
 const BUSY: f64 = 0.75;
-/// From one token of an answer to the next.
+/// Seconds per decoded token.
 const TOKEN: f64 = 0.02;
 
 #[derive(Parser)]
-struct Args {
-    /// A trace of Mooncake's kind; a made-up one where left out.
+struct HerdArgs {
+    /// A trace in Mooncake's format; synthetic if omitted.
     #[arg(long)]
     trace: Option<PathBuf>,
     #[arg(long, default_value_t = 32)]
     workers: u64,
-    /// The trace is played so fast that so many requests come in a second.
+    /// TraceRequest rate to which the trace is scaled.
     #[arg(long, default_value_t = 400.0)]
     rate: f64,
-    /// Requests of the trace that are used.
+    /// Number of requests of the trace to use.
     #[arg(long, default_value_t = 12_000)]
     requests: usize,
     #[arg(long, hide = true)]
@@ -57,14 +60,14 @@ struct Args {
 }
 
 #[derive(Deserialize)]
-struct Line {
+struct TraceLine {
     timestamp: u64,
     input_length: usize,
     output_length: u64,
     hash_ids: Vec<u64>,
 }
 
-struct Request {
+struct TraceRequest {
     at: f64,
     prompt: BlockHashes,
     tokens: usize,
@@ -77,20 +80,21 @@ fn mix(number: u64) -> u64 {
     number ^ (number >> 31)
 }
 
-fn requests(args: &Args) -> Vec<Request> {
-    let mut lines: Vec<Line> = match &args.trace {
+fn requests(args: &HerdArgs) -> Vec<TraceRequest> {
+    let mut lines: Vec<TraceLine> = match &args.trace {
         Some(file) => {
             let lines = BufReader::new(GzDecoder::new(File::open(file).unwrap())).lines();
             lines
                 .map(|line| serde_json::from_str(&line.unwrap()).unwrap())
                 .collect()
         }
-        None => made_up(),
+        None => synthetic_trace(),
     };
     lines.sort_by_key(|line| line.timestamp);
     lines.truncate(args.requests);
-    let (first, last) = (lines[0].timestamp, lines.last().unwrap().timestamp);
-    // The trace tells time in coarse steps, and many requests of one step; within it they are spread evenly.
+    let first = lines[0].timestamp;
+    let last = lines.last().unwrap().timestamp;
+    // The trace has coarse timestamps with many requests each; these are spread evenly.
     let mut steps: BTreeMap<u64, usize> = BTreeMap::new();
     lines
         .iter()
@@ -112,8 +116,8 @@ fn requests(args: &Args) -> Vec<Request> {
                 .collect();
             let tokens = line.input_length.max(1);
             let size = BlockSize::new(BLOCK as u32).unwrap();
-            let prompt = BlockHashes::chain(tokens, size, locals);
-            Request {
+            let prompt = BlockHashes::from_locals(tokens, size, locals);
+            TraceRequest {
                 at: ((line.timestamp - first) as f64 + within) * scale,
                 prompt,
                 tokens,
@@ -123,15 +127,15 @@ fn requests(args: &Args) -> Vec<Request> {
         .collect()
 }
 
-/// Conversations, some with a shared system prompt.
-fn made_up() -> Vec<Line> {
+/// Generates conversations, some with a shared system prompt.
+fn synthetic_trace() -> Vec<TraceLine> {
     let mut lines = Vec::new();
     for chat in 0..2_000_u64 {
         let mut ids: Vec<u64> = (0..4).map(|at| (mix(chat) % 16) * 4 + at).collect();
         for turn in 0..1 + mix(chat) % 12 {
             let draw = mix(chat << 8 | turn);
             ids.extend((0..1 + draw % 12).map(|at| 1_000 + chat * 1_000 + turn * 20 + at));
-            lines.push(Line {
+            lines.push(TraceLine {
                 timestamp: chat * 150 + turn * (20_000 + draw % 20_000),
                 input_length: ids.len() * BLOCK + (draw % 500) as usize,
                 output_length: 50 + draw % 700,
@@ -142,53 +146,57 @@ fn made_up() -> Vec<Line> {
     lines
 }
 
-/// How replicas hear of each other.
+/// Propagation of bookings between replicas.
 #[derive(Clone, Copy)]
-enum Words {
-    /// After so many seconds.
+enum BookingSync {
+    /// After this many seconds.
     After(f64),
-    /// After so many seconds, and what is under way is reckoned with.
+    /// After this many seconds, with an estimate of the bookings in flight.
     Expected(f64),
     Never,
 }
 
-/// One router, and what it has heard of the others.
-struct Replica {
+/// One router, and the bookings of the others that it has received.
+struct SimReplica {
     router: Router,
-    news: Arc<Mutex<Vec<News>>>,
+    events: Arc<Mutex<Vec<ReservationEvent>>>,
     others: HashMap<(usize, BookingId), Reservation>,
 }
 
-/// What happens.
-enum Event {
+/// An event of the simulation.
+enum SimEvent {
     Arrival(usize),
-    Hear { at: usize, from: usize, news: News },
+    BookingReceived {
+        at: usize,
+        from: usize,
+        event: ReservationEvent,
+    },
     Prefilled(usize),
     Ended(usize),
 }
 
-/// In the order of time, and of their making.
-struct Due {
+/// An event with its time; ties are resolved by creation order.
+struct ScheduledEvent {
     at: f64,
     number: u64,
-    event: Event,
+    event: SimEvent,
 }
 
-impl PartialEq for Due {
+impl PartialEq for ScheduledEvent {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
     }
 }
 
-impl Eq for Due {}
+impl Eq for ScheduledEvent {}
 
-impl PartialOrd for Due {
+impl PartialOrd for ScheduledEvent {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Due {
+impl Ord for ScheduledEvent {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         other
             .at
@@ -197,30 +205,37 @@ impl Ord for Due {
     }
 }
 
+/// A placed request that has not ended.
+struct RunningRequest {
+    replica: usize,
+    worker: usize,
+    placement: Placement,
+}
+
 /// The simulation.
-struct World<'t> {
-    requests: &'t [Request],
-    words: Words,
-    /// Tokens in a second.
+struct HerdSimulation<'t> {
+    requests: &'t [TraceRequest],
+    sync: BookingSync,
+    /// Prefill tokens per second.
     prefill_rate: f64,
-    replicas: Vec<Replica>,
-    /// Knows everything at once.
-    oracle: Replica,
+    replicas: Vec<SimReplica>,
+    /// The reference router with complete knowledge.
+    oracle: SimReplica,
     writers: Vec<RankWriter>,
     cached: Vec<HashSet<u64>>,
     busy_until: Vec<f64>,
     clock: Arc<Mutex<f64>>,
-    due: BinaryHeap<Due>,
+    schedule: BinaryHeap<ScheduledEvent>,
     numbers: u64,
-    running: HashMap<usize, (usize, usize, Booked)>,
-    /// Where others have booked what a replica has not heard of, by replica and worker.
-    unheard: HashMap<(usize, usize), i64>,
-    result: Sums,
+    running: HashMap<usize, RunningRequest>,
+    /// Bookings that a replica has not received yet, by replica and worker.
+    in_flight: HashMap<(usize, usize), i64>,
+    result: HerdTotals,
 }
 
-/// What came of it.
+/// HerdTotals of the results.
 #[derive(Default)]
-struct Sums {
+struct HerdTotals {
     choices: u64,
     stale: u64,
     duplicates: u64,
@@ -228,16 +243,25 @@ struct Sums {
     cached: u64,
     computed: u64,
     waits: Vec<f64>,
-    /// Of the ranks' unfinished prefills at each choice: deviation over mean.
+    /// Spread of the ranks' unfinished prefills at each choice: deviation over mean.
     spread: f64,
     spreads: u64,
 }
 
-fn replica(index: &Arc<PrefixIndex>, workers: u64, clock: &Arc<Mutex<f64>>, seed: u64) -> Replica {
-    let (start, now) = (Instant::now(), clock.clone());
-    let load = LoadTracker::new(move || start + Duration::from_secs_f64(*now.lock()));
+fn replica(
+    index: &Arc<PrefixIndex>,
+    workers: u64,
+    clock: &Arc<Mutex<f64>>,
+    seed: u64,
+) -> SimReplica {
+    let start = Instant::now();
+    let now = clock.clone();
+    let events = Arc::<Mutex<Vec<ReservationEvent>>>::default();
+    let log = Arc::new(EventLog(events.clone()));
+    let load =
+        LoadTracker::with_listener(move || start + Duration::from_secs_f64(*now.lock()), log);
     let settings = RouterSettings {
-        scores: true,
+        reports_scores: true,
         ..RouterSettings::default()
     };
     let router = Router::new(index.clone(), load.clone(), settings, seed);
@@ -245,50 +269,67 @@ fn replica(index: &Arc<PrefixIndex>, workers: u64, clock: &Arc<Mutex<f64>>, seed
     let worker = |id: u64| {
         Worker::new(
             WorkerId(id),
-            Endpoint(([10, 0, (id >> 8) as u8, id as u8], 8000).into()),
+            WorkerEndpoint(([10, 0, (id >> 8) as u8, id as u8], 8000).into()),
             "m".into(),
             size,
         )
     };
     let change = Fleet::empty().reconcile((0..workers).map(worker).collect());
     for member in &change.added {
-        load.open(member.slot, member.rank);
-        router.set_trust(member.rank, Standing::EXACT);
+        load.open_slot(member.slot, member.rank);
+        router.set_source_status(member.rank, SourceStatus::EXACT);
     }
-    router.publish(Arc::new(change.fleet));
-    let news = Arc::<Mutex<Vec<News>>>::default();
-    let heard = news.clone();
-    load.on_news(move |news| heard.lock().push(news));
-    Replica {
+    router.set_fleet(Arc::new(change.fleet));
+    SimReplica {
         router,
-        news,
+        events,
         others: HashMap::new(),
     }
 }
 
-impl Replica {
-    fn hear(&mut self, from: usize, news: News) {
-        match news {
-            News::Booked { id, bookings } => {
-                let held = self.router.load().mirror(&Live::new(bookings)).unwrap();
-                self.others.insert((from, id), held);
+/// Records the changes of reservations.
+struct EventLog(Arc<Mutex<Vec<ReservationEvent>>>);
+
+impl LoadListener for EventLog {
+    fn wants_reservation_events(&self) -> bool {
+        true
+    }
+
+    fn on_reservation_event(&self, event: ReservationEvent) {
+        self.0.lock().push(event);
+    }
+}
+
+impl SimReplica {
+    fn apply(&mut self, from: usize, event: ReservationEvent) {
+        match event {
+            ReservationEvent::Booked { id, bookings } => {
+                let reservation = self
+                    .router
+                    .load()
+                    .mirror(&ReservationState::new(bookings))
+                    .unwrap();
+                self.others.insert((from, id), reservation);
             }
-            News::FirstToken(id) => _ = self.others.get_mut(&(from, id)).unwrap().first_token(),
-            News::Released(id) => drop(self.others.remove(&(from, id))),
-            News::OutputBlocks { .. } | News::Moved { .. } => {}
+            ReservationEvent::FirstToken(id) => {
+                _ = self.others.get_mut(&(from, id)).unwrap().on_first_token()
+            }
+            ReservationEvent::Released(id) => drop(self.others.remove(&(from, id))),
+            ReservationEvent::OutputBlocks { .. } | ReservationEvent::Moved { .. } => {}
         }
     }
 }
 
-impl<'t> World<'t> {
+impl<'t> HerdSimulation<'t> {
     fn new(
-        requests: &'t [Request],
-        args: &Args,
+        requests: &'t [TraceRequest],
+        args: &HerdArgs,
         replicas: usize,
-        words: Words,
+        sync: BookingSync,
         prefill_rate: f64,
     ) -> Self {
-        let (index, clock) = (PrefixIndex::new(), Arc::new(Mutex::new(0.0)));
+        let index = PrefixIndex::new();
+        let clock = Arc::new(Mutex::new(0.0));
         let all = (0..replicas)
             .map(|at| replica(&index, args.workers, &clock, at as u64 + 1))
             .collect();
@@ -297,12 +338,12 @@ impl<'t> World<'t> {
             .router
             .fleet()
             .members()
-            .map(|member| index.join(member.slot))
+            .map(|member| index.create_writer(member.slot))
             .collect();
         let workers = args.workers as usize;
-        let mut world = Self {
+        let mut simulation = Self {
             requests,
-            words,
+            sync,
             prefill_rate,
             replicas: all,
             oracle,
@@ -310,50 +351,53 @@ impl<'t> World<'t> {
             cached: vec![HashSet::new(); workers],
             busy_until: vec![0.0; workers],
             clock,
-            due: BinaryHeap::new(),
+            schedule: BinaryHeap::new(),
             numbers: 0,
             running: HashMap::new(),
-            unheard: HashMap::new(),
-            result: Sums::default(),
+            in_flight: HashMap::new(),
+            result: HerdTotals::default(),
         };
-        (0..requests.len()).for_each(|at| world.plan(requests[at].at, Event::Arrival(at)));
-        world
+        (0..requests.len())
+            .for_each(|at| simulation.schedule(requests[at].at, SimEvent::Arrival(at)));
+        simulation
     }
 
-    fn plan(&mut self, at: f64, event: Event) {
+    fn schedule(&mut self, at: f64, event: SimEvent) {
         self.numbers += 1;
-        self.due.push(Due {
+        self.schedule.push(ScheduledEvent {
             at,
             number: self.numbers,
             event,
         });
     }
 
-    fn run(mut self) -> Sums {
-        while let Some(Due { at: now, event, .. }) = self.due.pop() {
+    fn run(mut self) -> HerdTotals {
+        while let Some(ScheduledEvent { at: now, event, .. }) = self.schedule.pop() {
             *self.clock.lock() = now;
             match event {
-                Event::Arrival(request) => self.arrive(request, now),
-                Event::Hear { at, from, news } => {
-                    if let News::Booked { bookings, .. } = &news {
+                SimEvent::Arrival(request) => self.arrive(request, now),
+                SimEvent::BookingReceived { at, from, event } => {
+                    if let ReservationEvent::Booked { bookings, .. } = &event {
                         *self
-                            .unheard
+                            .in_flight
                             .entry((at, bookings[0].rank.worker.0 as usize))
                             .or_default() -= 1;
                     }
-                    self.replicas[at].hear(from, news);
+                    self.replicas[at].apply(from, event);
                 }
-                Event::Prefilled(request) => {
-                    let (at, worker, booked) = self.running.get_mut(&request).unwrap();
-                    let (at, worker) = (*at, *worker);
-                    booked.reservation.first_token();
+                SimEvent::Prefilled(request) => {
+                    let running = self.running.get_mut(&request).unwrap();
+                    running.placement.reservation.on_first_token();
+                    let replica = running.replica;
+                    let worker = running.worker;
                     self.store(request, worker);
-                    self.tell(at, now);
+                    self.publish(replica, now);
                 }
-                Event::Ended(request) => {
-                    let (at, _, booked) = self.running.remove(&request).unwrap();
-                    drop(booked);
-                    self.tell(at, now);
+                SimEvent::Ended(request) => {
+                    let running = self.running.remove(&request).unwrap();
+                    let replica = running.replica;
+                    drop(running);
+                    self.publish(replica, now);
                 }
             }
         }
@@ -363,20 +407,20 @@ impl<'t> World<'t> {
     fn arrive(&mut self, number: usize, now: f64) {
         let request = &self.requests[number];
         let at = number % self.replicas.len();
-        let asked = || {
+        let route_request = || {
             RouteRequest::new(
                 Some("m".into()),
-                Prompt::Hashed(vec![request.prompt.clone()]),
+                RoutePrompt::Hashed(vec![request.prompt.clone()]),
             )
         };
-        let truth = self.oracle.router.ask(asked()).unwrap();
-        self.reckon(at);
-        let booked = self.replicas[at].router.route(asked()).unwrap();
-        let worker = booked.route.to.rank.worker.0 as usize;
+        let truth = self.oracle.router.preview(route_request()).unwrap();
+        self.estimate_in_flight(at);
+        let placement = self.replicas[at].router.route(route_request()).unwrap();
+        let worker = placement.route.to.rank.worker.0 as usize;
         let cost = truth
             .scores
             .iter()
-            .find(|(endpoint, _)| *endpoint == booked.route.to.endpoint)
+            .find(|(endpoint, _)| *endpoint == placement.route.to.endpoint)
             .unwrap()
             .1;
         let least = truth
@@ -390,26 +434,12 @@ impl<'t> World<'t> {
         if cost > least + 1e-9 {
             sums.stale += 1;
             sums.duplicates += u64::from(
-                self.unheard
+                self.in_flight
                     .get(&(at, worker))
                     .is_some_and(|count| *count > 0),
             );
         }
-        let loads: Vec<f64> = self
-            .oracle
-            .router
-            .load()
-            .snapshot()
-            .iter()
-            .map(|load| load.active_prefill_tokens as f64)
-            .collect();
-        let mean = loads.iter().sum::<f64>() / loads.len() as f64;
-        if mean > 0.0 {
-            let variance =
-                loads.iter().map(|load| (load - mean).powi(2)).sum::<f64>() / loads.len() as f64;
-            sums.spread += variance.sqrt() / mean;
-            sums.spreads += 1;
-        }
+        self.add_load_spread();
         let known = &self.cached[worker];
         let hits = request
             .prompt
@@ -418,27 +448,50 @@ impl<'t> World<'t> {
             .take_while(|hash| known.contains(&hash.0))
             .count();
         let uncached = request.tokens - hits * BLOCK;
+        let sums = &mut self.result;
         sums.cached += (hits * BLOCK) as u64;
         sums.computed += uncached as u64;
         let done = self.busy_until[worker].max(now) + uncached as f64 / self.prefill_rate;
         self.busy_until[worker] = done;
-        sums.waits.push(done - now);
+        self.result.waits.push(done - now);
         let end = done + request.output as f64 * TOKEN;
-        self.plan(done, Event::Prefilled(number));
-        self.plan(end, Event::Ended(number));
-        self.running.insert(number, (at, worker, booked));
-        self.tell(at, now);
+        self.schedule(done, SimEvent::Prefilled(number));
+        self.schedule(end, SimEvent::Ended(number));
+        let running = RunningRequest {
+            replica: at,
+            worker,
+            placement,
+        };
+        self.running.insert(number, running);
+        self.publish(at, now);
     }
 
-    /// What is under way to a replica, from what there has been so far.
-    fn reckon(&self, at: usize) {
-        let (Words::Expected(delay), sums) = (self.words, &self.result) else {
+    /// Adds the coefficient of variation of the workers' load.
+    fn add_load_spread(&mut self) {
+        let snapshot = self.oracle.router.load().snapshot();
+        let loads = snapshot
+            .iter()
+            .map(|load| load.active_prefill_tokens as f64);
+        let loads: Vec<f64> = loads.collect();
+        let mean = loads.iter().sum::<f64>() / loads.len() as f64;
+        if mean > 0.0 {
+            let variance =
+                loads.iter().map(|load| (load - mean).powi(2)).sum::<f64>() / loads.len() as f64;
+            self.result.spread += variance.sqrt() / mean;
+            self.result.spreads += 1;
+        }
+    }
+
+    /// Updates the estimate of bookings in flight to a replica from the observed rate.
+    fn estimate_in_flight(&self, at: usize) {
+        let BookingSync::Expected(delay) = self.sync else {
             return;
         };
+        let sums = &self.result;
         let others = (self.replicas.len() - 1) as f64 / self.replicas.len() as f64;
         let rate = self.requests.len() as f64 / self.requests.last().map_or(1.0, |last| last.at);
         let each = |sum: u64| sum / sums.choices.max(1);
-        let unheard = Unheard {
+        let in_flight = InFlightEstimate {
             bookings: rate * others * delay,
             prefill_tokens: each(sums.computed),
             blocks: each(sums.computed + sums.cached) / BLOCK as u64,
@@ -446,10 +499,13 @@ impl<'t> World<'t> {
         };
         self.replicas[at]
             .router
-            .expect_unheard(HashMap::from([(("m".into(), Until::End), unheard)]));
+            .set_in_flight_estimates(HashMap::from([(
+                ("m".into(), BookingEnd::RequestEnd),
+                in_flight,
+            )]));
     }
 
-    /// Everybody reads the engines' events, at the same time.
+    /// Applies the engines' events at all replicas at the same time.
     fn store(&mut self, number: usize, worker: usize) {
         let prompt = &self.requests[number].prompt;
         let blocks = prompt.locals().iter().zip(prompt.sequences());
@@ -462,30 +518,30 @@ impl<'t> World<'t> {
         self.writers[worker].apply(&KvEvent::Stored {
             parent: None,
             blocks,
-            tier: Tier::Device,
+            tier: StorageTier::Device,
         });
         self.cached[worker].extend(prompt.sequences().iter().map(|hash| hash.0));
     }
 
-    fn tell(&mut self, from: usize, now: f64) {
-        let told = std::mem::take(&mut *self.replicas[from].news.lock());
-        for news in told {
-            self.oracle.hear(from, news.clone());
+    fn publish(&mut self, from: usize, now: f64) {
+        let events = std::mem::take(&mut *self.replicas[from].events.lock());
+        for event in events {
+            self.oracle.apply(from, event.clone());
             let others: Vec<usize> = (0..self.replicas.len()).filter(|at| *at != from).collect();
             for at in others {
-                if let News::Booked { bookings, .. } = &news {
+                if let ReservationEvent::Booked { bookings, .. } = &event {
                     *self
-                        .unheard
+                        .in_flight
                         .entry((at, bookings[0].rank.worker.0 as usize))
                         .or_default() += 1;
                 }
-                if let Words::After(delay) | Words::Expected(delay) = self.words {
-                    self.plan(
+                if let BookingSync::After(delay) | BookingSync::Expected(delay) = self.sync {
+                    self.schedule(
                         now + delay,
-                        Event::Hear {
+                        SimEvent::BookingReceived {
                             at,
                             from,
-                            news: news.clone(),
+                            event: event.clone(),
                         },
                     );
                 }
@@ -494,19 +550,19 @@ impl<'t> World<'t> {
     }
 }
 
-impl Sums {
-    fn row(&mut self, replicas: usize, words: Words) {
+impl HerdTotals {
+    fn print_row(&mut self, replicas: usize, sync: BookingSync) {
         self.waits.sort_by(f64::total_cmp);
         let quantile = |q: f64| self.waits[((self.waits.len() - 1) as f64 * q) as usize] * 1e3;
-        let words = match words {
+        let sync = match sync {
             _ if replicas == 1 => "-".to_owned(),
-            Words::After(seconds) => format!("{} ms", seconds * 1e3),
-            Words::Expected(seconds) => format!("{} ms, reckoned with", seconds * 1e3),
-            Words::Never => "never".to_owned(),
+            BookingSync::After(seconds) => format!("{} ms", seconds * 1e3),
+            BookingSync::Expected(seconds) => format!("{} ms, estimated", seconds * 1e3),
+            BookingSync::Never => "never".to_owned(),
         };
         let of = |count: u64| 100.0 * count as f64 / self.choices as f64;
         println!(
-            "| {replicas} | {words} | {:.2} | {:.2} | {:.3} | {:.2} | {:.1} | {:.0} | {:.0} |",
+            "| {replicas} | {sync} | {:.2} | {:.2} | {:.3} | {:.2} | {:.1} | {:.0} | {:.0} |",
             of(self.stale),
             of(self.duplicates),
             self.regret / self.choices as f64,
@@ -519,15 +575,15 @@ impl Sums {
 }
 
 fn main() {
-    let args = Args::parse();
+    let args = HerdArgs::parse();
     let requests = requests(&args);
     let span = requests.last().unwrap().at;
     let all: usize = requests.iter().map(|request| request.tokens).sum();
     let rate = |computed: f64| computed / (span * args.workers as f64 * BUSY);
-    // What there is to compute depends on the choices, and these on how fast it is computed.
+    // The computed tokens depend on the choices, and these on the prefill rate.
     let mut prefill_rate = rate(all as f64 * 0.7);
     for _ in 0..3 {
-        let sums = World::new(&requests, &args, 1, Words::Never, prefill_rate).run();
+        let sums = HerdSimulation::new(&requests, &args, 1, BookingSync::Never, prefill_rate).run();
         prefill_rate = rate(sums.computed as f64);
     }
     println!(
@@ -536,23 +592,23 @@ fn main() {
         args.workers
     );
     println!(
-        "| replicas | words after | stale, % | duplicates, % | regret, blocks | imbalance | hit rate, % | p50, ms | p99, ms |"
+        "| replicas | bookings after | stale, % | duplicates, % | regret, blocks | imbalance | hit rate, % | p50, ms | p99, ms |"
     );
     println!("|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
     let after = [0.0, 0.002, 0.005, 0.02, 0.1];
-    let words = after
+    let sync = after
         .into_iter()
-        .flat_map(|after| [Words::After(after), Words::Expected(after)]);
-    let words: Vec<Words> = words.skip(1).chain([Words::Never]).collect();
-    let mut cases = vec![(1, Words::Never)];
+        .flat_map(|after| [BookingSync::After(after), BookingSync::Expected(after)]);
+    let sync: Vec<BookingSync> = sync.skip(1).chain([BookingSync::Never]).collect();
+    let mut cases = vec![(1, BookingSync::Never)];
     cases.extend(
         [2, 3, 8]
             .into_iter()
-            .flat_map(|replicas| words.iter().map(move |words| (replicas, *words))),
+            .flat_map(|replicas| sync.iter().map(move |sync| (replicas, *sync))),
     );
-    for (replicas, words) in cases {
-        World::new(&requests, &args, replicas, words, prefill_rate)
+    for (replicas, sync) in cases {
+        HerdSimulation::new(&requests, &args, replicas, sync, prefill_rate)
             .run()
-            .row(replicas, words);
+            .print_row(replicas, sync);
     }
 }

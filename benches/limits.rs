@@ -1,8 +1,8 @@
-//! What we do beside a limit of it, both in the same run: a library that does the same, a bound by the bytes that have to be
-//! touched, or a number that was set as a goal. One module per topic.
+//! Compares warmroute with limits in the same run: a library with the same function, a lower bound
+//! by the bytes to touch, or a fixed goal. One module per topic.
 //!
-//! `cargo bench --bench limits -- [--json FILE] [--only PART_OF_A_NAME] [--rounds N]`
-//! `cargo bench --bench limits -- --growth FILE`
+//! * `cargo bench --bench limits -- [--json FILE] [--only PART_OF_A_NAME] [--rounds N]`
+//! * `cargo bench --bench limits -- --growth FILE`
 
 #[path = "support/bed.rs"]
 mod bed;
@@ -10,13 +10,6 @@ mod bed;
 mod chats;
 #[path = "limits/decision.rs"]
 mod decision;
-#[expect(
-    dead_code,
-    unreachable_pub,
-    reason = "shared by all benches, none of which needs all of it"
-)]
-#[path = "support/duel.rs"]
-mod duel;
 #[path = "limits/growth.rs"]
 mod growth;
 #[path = "limits/template.rs"]
@@ -27,80 +20,80 @@ mod tokens;
 use std::path::PathBuf;
 
 use clap::Parser;
-use duel::Table;
+use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable};
 
-/// As the binary has it: a warm decision takes memory of some hundred kilobytes for a moment, and other allocators get it from
-/// the system each time.
+/// The allocator of the binary. A warm decision allocates some hundred kilobytes for a short time,
+/// which other allocators request from the system each time.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 #[derive(Parser)]
-struct Options {
-    /// Writes the rows there as JSON.
+struct LimitArgs {
+    /// Write the rows to this file as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Only measures with this in their name.
+    /// Run only measures with this in their name.
     #[arg(long, default_value = "")]
     only: String,
-    /// Measures how the time of a decision grows instead, and writes the points there as JSON.
+    /// Measure the growth of the decision time instead, and write the points as JSON.
     #[arg(long)]
     growth: Option<PathBuf>,
-    /// How often each side is measured.
+    /// Rounds of each side.
     #[arg(long, default_value_t = 11)]
     rounds: usize,
-    /// What cargo says to every bench.
+    /// Passed by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What is measured in this run, and what came of it.
-struct Run {
+/// The selected measures and their results.
+struct LimitRun {
     only: String,
     rounds: usize,
-    table: Table,
+    table: ComparisonTable,
 }
 
-impl Run {
-    /// Whether a measure is wanted, before anything is set up for it.
+impl LimitRun {
+    /// Returns true if a measure is selected; checked before its setup.
     fn wants(&self, measure: &str) -> bool {
         measure.contains(&self.only)
     }
 
     /// Measures both sides in turns.
-    fn duel(
+    fn compare(
         &mut self,
-        row: (&str, &str, Option<f64>),
+        measure: ComparedMeasure<'_>,
         peer: impl FnMut() -> f64,
         ours: impl FnMut() -> f64,
     ) {
-        if self.wants(row.0) {
-            self.table.duel(row, self.rounds, peer, ours);
+        if self.wants(measure.name) {
+            self.table.compare(measure, self.rounds, peer, ours);
         }
     }
 
-    /// Enters rounds that were measured together.
-    fn enter(&mut self, row: (&str, &str, Option<f64>), peer: &[f64], ours: &[f64]) {
-        if self.wants(row.0) {
-            self.table.enter(row, peer, ours);
+    /// Adds rounds that were measured together.
+    fn add(&mut self, measure: ComparedMeasure<'_>, peer: &[f64], ours: &[f64]) {
+        if self.wants(measure.name) {
+            self.table.add(measure, peer, ours);
         }
     }
 }
 
 fn main() -> anyhow::Result<()> {
-    let Options {
+    let LimitArgs {
         json,
         only,
         growth,
         rounds,
         bench: _,
-    } = Options::parse();
+    } = LimitArgs::parse();
     if let Some(path) = growth {
         return growth::measure(rounds.max(1), &path);
     }
-    let mut run = Run {
+    let mut run = LimitRun {
         only,
         rounds: rounds.max(1),
-        table: Table::default(),
+        table: ComparisonTable::default(),
     };
     tokens::measure(&mut run);
     template::measure(&mut run);

@@ -1,23 +1,26 @@
-//! What a decision costs, stage by stage, each beside the least that any implementation has to do in the same run: the
-//! bare hash of the same bytes, one pass over the same blocks, one pass over as many candidates.
+//! Cost of a decision by stage, each compared with the minimum of any implementation in the same
+//! run: the bare hash of the same bytes, one pass over the same blocks, one pass over as many
+//! candidates.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use divan::{Bencher, black_box, counter::BytesCount};
-use warmroute::block::{BlockHashes, EngineHash, Salt};
-use warmroute::fleet::Fleet;
-use warmroute::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
-use warmroute::lifecycle::Readiness;
-use warmroute::load::LoadTracker;
-use warmroute::metrics::Metrics;
-use warmroute::remote_index::config::RemoteIndexConfig;
-use warmroute::remote_index::{Asker, Parts, Question, ServedIndex, ServedModel};
-use warmroute::router::{Prompt, Remote, RouteRequest, Router, RouterSettings};
-use warmroute::settings::Period;
-use warmroute::tier::Tier;
-use warmroute::worker::{BlockSize, Endpoint, ModelName, Slot, Worker, WorkerId};
+use divan::counter::BytesCount;
+use divan::{Bencher, black_box};
+use warmroute::cluster::remote_index::config::RemoteIndexConfig;
+use warmroute::cluster::remote_index::{
+    IndexService, IndexServiceParts, IndexedModel, OverlapQuery, RemoteIndexClient,
+};
+use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, StorageTier};
+use warmroute_core::fleet::Fleet;
+use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
+use warmroute_core::load::LoadTracker;
+use warmroute_core::router::{RemoteOverlaps, RoutePrompt, RouteRequest, Router, RouterSettings};
+use warmroute_core::worker::{BlockSize, ModelName, RankSlot, Worker, WorkerEndpoint, WorkerId};
+use warmroute_metrics::Metrics;
+use warmroute_runtime::lifecycle::Readiness;
+use warmroute_settings::Period;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
@@ -34,12 +37,13 @@ fn tokens(count: u32) -> Vec<u32> {
 }
 
 fn hashes() -> BlockHashes {
-    BlockHashes::of(&tokens(BLOCKS * 16), BLOCK, &Salt::default())
+    BlockHashes::from_tokens(&tokens(BLOCKS * 16), BLOCK, &CacheSalt::default())
 }
 
-/// An index in which every rank holds the whole prompt; the writers keep it so.
-fn warm(ranks: u32) -> (std::sync::Arc<PrefixIndex>, Vec<RankWriter>) {
-    let (index, prompt) = (PrefixIndex::new(), hashes());
+/// Returns an index in which every rank holds the whole prompt, with its writers.
+fn full_index(ranks: u32) -> (std::sync::Arc<PrefixIndex>, Vec<RankWriter>) {
+    let index = PrefixIndex::new();
+    let prompt = hashes();
     let blocks = prompt.locals().iter().zip(prompt.sequences());
     let blocks: Vec<_> = blocks
         .map(|(&local, sequence)| StoredBlock {
@@ -48,11 +52,11 @@ fn warm(ranks: u32) -> (std::sync::Arc<PrefixIndex>, Vec<RankWriter>) {
         })
         .collect();
     let join = |slot| {
-        let mut writer = index.join(Slot(slot));
+        let mut writer = index.create_writer(RankSlot(slot));
         writer.apply(&KvEvent::Stored {
             parent: None,
             blocks: blocks.clone(),
-            tier: Tier::Device,
+            tier: StorageTier::Device,
         });
         writer
     };
@@ -65,7 +69,7 @@ fn hash_32k_tokens(bencher: Bencher<'_, '_>) {
     let tokens = tokens(32_768);
     bencher
         .counter(BytesCount::of_slice(&tokens))
-        .bench(|| BlockHashes::of(black_box(&tokens), BLOCK, &Salt::default()));
+        .bench(|| BlockHashes::from_tokens(black_box(&tokens), BLOCK, &CacheSalt::default()));
 }
 
 #[divan::bench]
@@ -81,34 +85,41 @@ fn limit_bare_xxh3_of_32k_tokens(bencher: Bencher<'_, '_>) {
 
 #[divan::bench]
 fn overlaps_of_752_blocks_on_64_ranks(bencher: Bencher<'_, '_>) {
-    let ((index, _writers), prompt) = (warm(64), hashes());
+    let (index, _writers) = full_index(64);
+    let prompt = hashes();
     let mut table = Overlaps::new();
-    index.overlaps(&prompt, &mut table);
-    assert_eq!(table.get(Slot(63)).total(), BLOCKS, "the prompt is found");
-    bencher.bench_local(|| index.overlaps(black_box(&prompt), &mut table));
+    index.query_overlaps(&prompt, &mut table);
+    assert_eq!(
+        table.get(RankSlot(63)).total(),
+        BLOCKS,
+        "the prompt is found"
+    );
+    bencher.bench_local(|| index.query_overlaps(black_box(&prompt), &mut table));
 }
 
 #[divan::bench]
 fn limit_compare_of_752_blocks(bencher: Bencher<'_, '_>) {
-    let (one, other) = (hashes(), hashes());
+    let one = hashes();
+    let other = hashes();
     bencher.bench(|| black_box(one.locals()) == black_box(other.locals()));
 }
 
 fn worker(id: u64) -> Worker {
     let address = std::net::SocketAddr::from(([10, 0, (id >> 8) as u8, id as u8], 8000));
-    Worker::new(WorkerId(id), Endpoint(address), "m".into(), BLOCK)
+    Worker::new(WorkerId(id), WorkerEndpoint(address), "m".into(), BLOCK)
 }
 
 #[divan::bench(args = [8, 64, 512])]
 fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
-    let ((index, _writers), load) = (warm(ranks), LoadTracker::new(std::time::Instant::now));
+    let (index, _writers) = full_index(ranks);
+    let load = LoadTracker::new(std::time::Instant::now);
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     for member in &fleet.added {
-        load.open(member.slot, member.rank);
+        load.open_slot(member.slot, member.rank);
     }
     let router = Router::new(index, load, RouterSettings::default(), 7);
-    router.publish(fleet.fleet.into());
-    let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes()]));
+    router.set_fleet(fleet.fleet.into());
+    let request = RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![hashes()]));
     let found = router
         .route(request.clone())
         .is_ok_and(|booked| booked.route.predicted_cached_tokens > 0);
@@ -129,18 +140,47 @@ fn limit_flat_scan(bencher: Bencher<'_, '_>, ranks: usize) {
     });
 }
 
-/// How many ranks hold the prompt, whatever their number.
-const HOLD_IT: u32 = 64;
-/// Tokens of the prompt, and ranks.
-const QUESTIONS: [(u32, u32); 4] = [(1024, 64), (32_768, 64), (1024, 4096), (32_768, 4096)];
+/// Number of ranks that hold the prompt.
+const HOLDERS: u32 = 64;
+/// Size of a query.
+#[derive(Clone, Copy, Debug)]
+struct QuerySize {
+    /// Tokens of the prompt.
+    tokens: u32,
+    ranks: u32,
+}
 
-/// A router whose index holds the prompt on some ranks.
-fn keeper((tokens_of, ranks): (u32, u32)) -> (Router, Vec<RankWriter>, BlockHashes) {
-    let (index, load) = (
-        PrefixIndex::new(),
-        LoadTracker::new(std::time::Instant::now),
-    );
-    let prompt = BlockHashes::of(&tokens(tokens_of), BLOCK, &Salt::default());
+impl std::fmt::Display for QuerySize {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "({}, {})", self.tokens, self.ranks)
+    }
+}
+
+const QUERY_SIZES: [QuerySize; 4] = [
+    QuerySize {
+        tokens: 1024,
+        ranks: 64,
+    },
+    QuerySize {
+        tokens: 32_768,
+        ranks: 64,
+    },
+    QuerySize {
+        tokens: 1024,
+        ranks: 4096,
+    },
+    QuerySize {
+        tokens: 32_768,
+        ranks: 4096,
+    },
+];
+
+/// Returns a router with an index in which some ranks hold the prompt.
+fn index_router(size: QuerySize) -> (Router, Vec<RankWriter>, BlockHashes) {
+    let ranks = size.ranks;
+    let index = PrefixIndex::new();
+    let load = LoadTracker::new(std::time::Instant::now);
+    let prompt = BlockHashes::from_tokens(&tokens(size.tokens), BLOCK, &CacheSalt::default());
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     let blocks = prompt.locals().iter().zip(prompt.sequences());
     let blocks: Vec<_> = blocks
@@ -150,44 +190,48 @@ fn keeper((tokens_of, ranks): (u32, u32)) -> (Router, Vec<RankWriter>, BlockHash
         })
         .collect();
     let join = |slot: u32| {
-        let mut writer = index.join(Slot(slot));
-        if slot.is_multiple_of(ranks / HOLD_IT) {
+        let mut writer = index.create_writer(RankSlot(slot));
+        if slot.is_multiple_of(ranks / HOLDERS) {
             writer.apply(&KvEvent::Stored {
                 parent: None,
                 blocks: blocks.clone(),
-                tier: Tier::Device,
+                tier: StorageTier::Device,
             });
         }
         writer
     };
     let writers = (0..ranks).map(join).collect();
     let router = Router::new(index, load, RouterSettings::default(), 7);
-    router.publish(fleet.fleet.into());
+    router.set_fleet(fleet.fleet.into());
     (router, writers, prompt)
 }
 
-/// Beside the question below: the same from an index of one's own.
-#[divan::bench(args = QUESTIONS)]
-fn overlaps_of_own_index(bencher: Bencher<'_, '_>, question: (u32, u32)) {
-    let (router, _writers, prompt) = keeper(question);
+/// The same query to a local index, for comparison with the next row.
+#[divan::bench(args = QUERY_SIZES)]
+fn overlaps_of_own_index(bencher: Bencher<'_, '_>, size: QuerySize) {
+    let (router, _writers, prompt) = index_router(size);
     let mut table = Overlaps::new();
-    bencher.bench_local(|| router.index().overlaps(black_box(&prompt), &mut table));
+    bencher.bench_local(|| {
+        router
+            .index()
+            .query_overlaps(black_box(&prompt), &mut table)
+    });
 }
 
-/// A question to a server on the same machine, encoded, sent, answered and read.
-#[divan::bench(args = QUESTIONS)]
-fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, question: (u32, u32)) {
-    let (router, _writers, prompt) = keeper(question);
+/// A query to an index server on the same machine: encoded, sent, answered and decoded.
+#[divan::bench(args = QUERY_SIZES)]
+fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, size: QuerySize) {
+    let (router, _writers, prompt) = index_router(size);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build();
     let runtime = runtime.expect("a runtime");
-    let asker = runtime.block_on(async {
-        let parts = Parts {
+    let client = runtime.block_on(async {
+        let parts = IndexServiceParts {
             router: Arc::new(router),
-            find: Box::new(|_| {
-                Some(ServedModel {
+            find_model: Box::new(|_| {
+                Some(IndexedModel {
                     name: "m".into(),
                     block_size: BLOCK,
                     hashing: 1,
@@ -204,30 +248,31 @@ fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, question: (u32, u32)) {
         let incoming =
             tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
         let server =
-            tonic::transport::Server::builder().add_service(ServedIndex::new(parts).server());
+            tonic::transport::Server::builder().add_service(IndexService::new(parts).server());
         tokio::spawn(server.serve_with_incoming(incoming));
         let settings = RemoteIndexConfig {
-            deadline: Period(Duration::from_secs(5)),
-            ..RemoteIndexConfig::of([url])
+            timeout: Period(Duration::from_secs(5)),
+            ..RemoteIndexConfig::with_servers([url])
         };
-        Asker::new(&settings, Arc::new(Metrics::new())).expect("an address")
+        RemoteIndexClient::new(&settings, Arc::new(Metrics::new())).expect("an address")
     });
-    let (model, prompts) = (ModelName::from("m"), [prompt]);
-    let ask = || {
-        let question = Question {
+    let model = ModelName::from("m");
+    let prompts = [prompt];
+    let query = || {
+        let query = OverlapQuery {
             model: Some(&model),
             hashing: 1,
             prompts: black_box(&prompts),
         };
-        match runtime.block_on(asker.ask(question)) {
-            Remote::Told(answer) => answer,
+        match runtime.block_on(client.query(query)) {
+            RemoteOverlaps::Received(overlaps) => overlaps,
             other => panic!("{other:?}"),
         }
     };
     assert_eq!(
-        ask().prompts[0].len(),
-        HOLD_IT as usize,
+        query().prompts[0].len(),
+        HOLDERS as usize,
         "the prompt is found"
     );
-    bencher.bench_local(ask);
+    bencher.bench_local(query);
 }

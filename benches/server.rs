@@ -1,62 +1,34 @@
-//! What the server costs behind a real Envoy, in CPU time of its process: warmroute beside the least that an external
-//! processor can be, which answers every message at once. Both hear the same from Envoys of their own, in turns.
+//! CPU time of the server process behind a real Envoy: warmroute, next to a minimal external
+//! processor that replies to every message at once. Each has its own Envoy with the same traffic,
+//! in alternating rounds.
 
-#![allow(
-    dead_code,
-    unused_imports,
-    unreachable_pub,
-    reason = "what it shares with the load program is more than it needs"
-)]
 #![allow(
     clippy::print_stderr,
     clippy::print_stdout,
-    reason = "a bench prints as it goes"
+    reason = "a bench prints its progress and results"
 )]
 
-#[path = "../examples/load/answers.rs"]
-mod answers;
-#[path = "../examples/load/bare.rs"]
-mod bare;
-#[path = "../examples/load/bed.rs"]
-mod bed;
-#[path = "../examples/load/bodies.rs"]
-mod bodies;
-#[path = "../examples/load/client.rs"]
-mod client;
-#[path = "support/duel.rs"]
-mod duel;
-#[path = "../examples/load/goals.rs"]
-mod goals;
 #[path = "support/http2_filter.rs"]
 mod http2_filter;
-#[path = "../examples/load/measure.rs"]
-mod measure;
-#[path = "../examples/load/meter.rs"]
-mod meter;
-#[path = "../examples/load/report.rs"]
-mod report;
-#[path = "../examples/support/mod.rs"]
-mod support;
-#[path = "../examples/load/sweeps.rs"]
-mod sweeps;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-
-use bed::{Bed, Setting, Side};
-use duel::Table;
-use goals::CHAT;
-use measure::Sample;
-use sweeps::{Case, Extent, UNKNOWN};
+use warmroute_load::goals::CHAT_BYTES;
+use warmroute_load::helper_programs::ProcessArguments;
+use warmroute_load::measure::RoundSample;
+use warmroute_load::setups::{LoadSetups, SetupKind, SetupSettings};
+use warmroute_load::sweeps::{self, LoadCase, SweepSettings};
+use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable};
+use warmroute_testbed::deployment::ModelFiles;
 
 /// Measures the CPU time of the server.
 #[derive(Debug, Parser)]
-struct Cli {
-    /// Rounds, in each of which both servers have their turn
+struct ServerBenchArgs {
+    /// Rounds, in each of which both servers run
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Another build of warmroute than the shipped one, with its first arguments
@@ -67,22 +39,21 @@ struct Cli {
     json: Option<PathBuf>,
     /// Only rows with this in their names
     filter: Option<String>,
-    /// What Cargo says to every bench
+    /// Argument that Cargo passes to every bench
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// At most so much of the bare server's CPU time for a request, and for a piece of an answer.
+/// Maximum CPU time relative to the bare server, for a request and for a piece of a response.
 const REQUEST: f64 = 1.5;
 const PIECE: f64 = 1.1;
-/// Pieces of an answer.
+/// Pieces of a response.
 const PIECES: usize = 2_000;
 
 fn main() -> ExitCode {
-    let (first, args) = bed::called_as();
-    let result = bed::be(first.as_deref(), args).unwrap_or_else(|| {
-        let cli = Cli::parse();
-        tokio::runtime::Runtime::new()?.block_on(run(&cli))
+    let result = ProcessArguments::read().run_helper().unwrap_or_else(|| {
+        let args = ServerBenchArgs::parse();
+        tokio::runtime::Runtime::new()?.block_on(run(&args))
     });
     result.unwrap_or_else(|error| {
         eprintln!("server: {error:#}");
@@ -90,128 +61,173 @@ fn main() -> ExitCode {
     })
 }
 
-async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+async fn run(args: &ServerBenchArgs) -> anyhow::Result<ExitCode> {
     let dir = tempfile::Builder::new()
         .prefix("warmroute-server-")
         .tempdir()?;
-    // As it is shipped, with its own allocator.
-    let shipped = || vec![env!("CARGO_BIN_EXE_warmroute").into()];
-    let ours = if cli.warmroute.is_empty() {
-        shipped()
-    } else {
-        cli.warmroute.clone()
-    };
-    let setting = Setting {
-        workers: 8,
-        watch: false,
-        threads: 1,
-        ours: ours.clone(),
-    };
-    let (rounds, turn) = (cli.rounds, Duration::from_secs(2));
-    let extent = Extent {
-        rounds,
-        turn,
-        requests: 2_000,
-        short: false,
-        threads: 1,
-        seed: 7,
-        by_load: false,
-        ours,
-    };
-    let mut table = Table::default();
-    if cli
-        .filter
-        .as_ref()
-        .is_none_or(|filter| filter.contains("HTTP/2"))
-    {
-        http2_filter::measure(&mut table, rounds);
+    let mut table = ComparisonTable::default();
+    if args.wants_http2_rows() {
+        http2_filter::measure(&mut table, args.rounds);
     }
-
-    let bed = Bed::start(&setting, &dir.path().join("requests")).await?;
-    for (name, bytes, goal) in [
-        ("1 KB", 1_000, Some(REQUEST)),
-        ("32 KB", 32_000, Some(REQUEST)),
-        ("220 KB", CHAT, None),
-    ] {
-        let case = |prompt, warm| {
-            Case::of(
-                format!("server CPU per request, {name}, {prompt}"),
-                (bytes, warm),
-                16,
-            )
-        };
-        let alone = Case {
-            model: UNKNOWN,
-            ..case("by load", false)
-        };
-        for (case, goal) in [
-            (alone, goal),
-            (case("warm prompt", true), goal),
-            (case("new prompt", false), None),
-        ] {
-            if wanted(cli, &case) {
-                enter(&mut table, (&bed, &extent), case, goal, |sample| {
-                    sample.cpu_server
-                })
-                .await?;
-            }
-        }
-    }
-    drop(bed);
-
-    let bed = Bed::start(
-        &Setting {
-            watch: true,
-            ..setting
-        },
-        &dir.path().join("pieces"),
+    let setup_settings = args.setup_settings();
+    let sweep_settings = args.sweep_settings();
+    measure_requests(
+        args,
+        &setup_settings,
+        &sweep_settings,
+        dir.path(),
+        &mut table,
     )
     .await?;
-    let case = Case::of(
-        "server CPU per piece of a streamed answer".into(),
-        (1_000, false),
-        16,
-    );
-    let case = Case {
-        model: UNKNOWN,
-        chunks: PIECES,
-        ..case
-    };
-    if wanted(cli, &case) {
-        enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| {
-            sample.cpu_server / sample.messages
-        })
-        .await?;
-    }
-    drop(bed);
-
+    measure_pieces(
+        args,
+        setup_settings,
+        &sweep_settings,
+        dir.path(),
+        &mut table,
+    )
+    .await?;
     table.print("bare");
-    if let Some(path) = &cli.json {
+    if let Some(path) = &args.json {
         table.write_json(path)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn wanted(cli: &Cli, case: &Case) -> bool {
-    cli.filter
-        .as_ref()
-        .is_none_or(|filter| case.name.contains(filter.as_str()))
+impl ServerBenchArgs {
+    /// Returns true if a row is selected. Without a filter, every row is.
+    fn wants(&self, name: &str) -> bool {
+        self.filter
+            .as_ref()
+            .is_none_or(|filter| name.contains(filter.as_str()))
+    }
+
+    fn wants_http2_rows(&self) -> bool {
+        self.filter
+            .as_ref()
+            .is_none_or(|filter| filter.contains("HTTP/2"))
+    }
+
+    /// Returns the program to measure: the shipped build, which has its own allocator, by default.
+    fn warmroute_command(&self) -> Vec<OsString> {
+        if self.warmroute.is_empty() {
+            vec![env!("CARGO_BIN_EXE_warmroute").into()]
+        } else {
+            self.warmroute.clone()
+        }
+    }
+
+    fn setup_settings(&self) -> SetupSettings {
+        SetupSettings {
+            workers: 8,
+            observes_bodies: false,
+            threads: 1,
+            warmroute: self.warmroute_command(),
+            model: ModelFiles::Reduced,
+        }
+    }
+
+    fn sweep_settings(&self) -> SweepSettings {
+        SweepSettings {
+            rounds: self.rounds,
+            round_duration: Duration::from_secs(2),
+            requests: 2_000,
+            is_short: false,
+            threads: 1,
+            seed: 7,
+            is_load_only: false,
+            warmroute: self.warmroute_command(),
+        }
+    }
 }
 
-async fn enter(
-    table: &mut Table,
-    (bed, extent): (&Bed, &Extent),
-    case: Case,
-    goal: Option<f64>,
-    of: fn(&Sample) -> f64,
+async fn measure_requests(
+    args: &ServerBenchArgs,
+    setup_settings: &SetupSettings,
+    sweep_settings: &SweepSettings,
+    dir: &Path,
+    table: &mut ComparisonTable,
 ) -> anyhow::Result<()> {
-    let name = case.name.clone();
-    let measured = sweeps::measure(bed, case, extent).await?;
-    let rounds = |side| measured.of(side).iter().map(of).collect::<Vec<_>>();
-    table.enter(
-        (&name, "µs", goal),
-        &rounds(Side::Bare),
-        &rounds(Side::Ours),
-    );
+    let setups = LoadSetups::start(setup_settings, &dir.join("requests")).await?;
+    let rows = RowSource {
+        setups: &setups,
+        settings: sweep_settings,
+    };
+    for (size, bytes, goal) in [
+        ("1 KB", 1_000, Some(REQUEST)),
+        ("32 KB", 32_000, Some(REQUEST)),
+        ("220 KB", CHAT_BYTES, None),
+    ] {
+        let case = |prompt, is_warm| {
+            let name = format!("server CPU per request, {size}, {prompt}");
+            LoadCase::new(name, bytes, is_warm, 16)
+        };
+        for (case, goal) in [
+            (case("by load", false).with_unknown_model(), goal),
+            (case("warm prompt", true), goal),
+            (case("new prompt", false), None),
+        ] {
+            if args.wants(&case.name) {
+                rows.add_row(table, case, goal, |sample| sample.cpu_server)
+                    .await?;
+            }
+        }
+    }
     Ok(())
+}
+
+async fn measure_pieces(
+    args: &ServerBenchArgs,
+    setup_settings: SetupSettings,
+    sweep_settings: &SweepSettings,
+    dir: &Path,
+    table: &mut ComparisonTable,
+) -> anyhow::Result<()> {
+    let setup_settings = SetupSettings {
+        observes_bodies: true,
+        ..setup_settings
+    };
+    let setups = LoadSetups::start(&setup_settings, &dir.join("pieces")).await?;
+    let name = "server CPU per piece of a streamed answer".to_owned();
+    let case = LoadCase::new(name, 1_000, false, 16)
+        .with_unknown_model()
+        .with_chunks(PIECES);
+    if args.wants(&case.name) {
+        let rows = RowSource {
+            setups: &setups,
+            settings: sweep_settings,
+        };
+        rows.add_row(table, case, Some(PIECE), |sample| {
+            sample.cpu_server / sample.messages
+        })
+        .await?;
+    }
+    Ok(())
+}
+
+/// Setups and settings of some rows.
+struct RowSource<'a> {
+    setups: &'a LoadSetups,
+    settings: &'a SweepSettings,
+}
+
+impl RowSource<'_> {
+    /// Measures a case and adds the row of a figure.
+    async fn add_row(
+        &self,
+        table: &mut ComparisonTable,
+        case: LoadCase,
+        goal: Option<f64>,
+        figure: fn(&RoundSample) -> f64,
+    ) -> anyhow::Result<()> {
+        let name = case.name.clone();
+        let measured = sweeps::measure_case(self.setups, case, self.settings).await?;
+        let rounds = |kind| -> Vec<f64> { measured.rounds_of(kind).iter().map(figure).collect() };
+        table.add(
+            ComparedMeasure::new(&name, "µs", goal),
+            &rounds(SetupKind::BareServer),
+            &rounds(SetupKind::Warmroute),
+        );
+        Ok(())
+    }
 }

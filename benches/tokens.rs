@@ -1,16 +1,17 @@
-//! What the next turn of a long chat costs at the tokenizer, beside what the whole costs from the beginning, with our
-//! encoder and with the bare tokenizer library in the same run.
+//! Tokenization of the next turn of a long chat, compared with tokenization from the beginning, by
+//! this encoder and by the tokenizer library in the same run.
 
-#[expect(dead_code, reason = "shared by benches, none of which needs all of it")]
+#[expect(dead_code, reason = "shared by benches, each of which uses a part")]
 #[path = "support/chats.rs"]
 mod chats;
 
 use chats::{body, encoder, library};
-use divan::{Bencher, black_box, counter::BytesCount};
-use warmroute::block::{BlockHashes, Salt, Windows};
-use warmroute::openai::{self, Api, Request};
-use warmroute::prompt::{Encoder, Rendered};
-use warmroute::worker::BlockSize;
+use divan::counter::BytesCount;
+use divan::{Bencher, black_box};
+use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt};
+use warmroute_core::worker::BlockSize;
+use warmroute_tokens::openai::{self, ApiKind, ApiRequest};
+use warmroute_tokens::prompt::{Encoder, RenderedPrompt};
 
 const MESSAGES: usize = 50;
 const MESSAGE: usize = 2600;
@@ -20,26 +21,27 @@ fn main() {
     divan::main();
 }
 
-/// A chat of so many messages.
-fn chat(messages: usize) -> Request {
+/// A chat with this many messages.
+fn chat(messages: usize) -> ApiRequest {
     openai::parse(
-        Api::ChatCompletions,
+        ApiKind::ChatCompletions,
         &body(&chats::messages(0, messages, MESSAGE)),
     )
     .expect("a chat")
 }
 
-fn rendered<'r>(encoder: &Encoder, request: &'r Request) -> Rendered<'r> {
-    encoder.render(request).expect("the template takes it")
+fn rendered<'r>(encoder: &Encoder, request: &'r ApiRequest) -> RenderedPrompt<'r> {
+    encoder.render(request).expect("the template renders it")
 }
 
-fn bytes(rendered: &Rendered<'_>) -> BytesCount {
+fn bytes(rendered: &RenderedPrompt<'_>) -> BytesCount {
     BytesCount::new(rendered.texts()[0].len())
 }
 
 #[divan::bench(sample_count = 20)]
 fn limit_tokenizers_library_whole_chat(bencher: Bencher<'_, '_>) {
-    let (encoder, request) = (encoder(0), chat(MESSAGES));
+    let encoder = encoder(0);
+    let request = chat(MESSAGES);
     let rendered = rendered(&encoder, &request);
     let tokenizer = library();
     bencher
@@ -49,19 +51,21 @@ fn limit_tokenizers_library_whole_chat(bencher: Bencher<'_, '_>) {
 
 #[divan::bench(sample_count = 20)]
 fn whole_chat_without_cache(bencher: Bencher<'_, '_>) {
-    let (encoder, request) = (encoder(0), chat(MESSAGES));
+    let encoder = encoder(0);
+    let request = chat(MESSAGES);
     let rendered = rendered(&encoder, &request);
     bencher
         .counter(bytes(&rendered))
-        .bench(|| encoder.tokenize_resuming(black_box(&rendered), None));
+        .bench(|| encoder.tokenize_cached(black_box(&rendered), None));
 }
 
 #[divan::bench(sample_count = 20)]
-fn whole_chat_never_seen(bencher: Bencher<'_, '_>) {
-    let (encoder, request) = (encoder(1 << 30), chat(MESSAGES));
+fn whole_chat_first_time(bencher: Bencher<'_, '_>) {
+    let encoder = encoder(1 << 30);
+    let request = chat(MESSAGES);
     let rendered = rendered(&encoder, &request);
     let mut number = 0;
-    // Another tenant each time, so that nothing is known.
+    // A new tenant each time, so that nothing is cached.
     let tenant = || {
         number += 1;
         number.to_string()
@@ -69,58 +73,62 @@ fn whole_chat_never_seen(bencher: Bencher<'_, '_>) {
     bencher
         .counter(bytes(&rendered))
         .with_inputs(tenant)
-        .bench_local_values(|tenant| {
-            encoder.tokenize_resuming(black_box(&rendered), Some(&tenant))
-        });
+        .bench_local_values(|tenant| encoder.tokenize_cached(black_box(&rendered), Some(&tenant)));
 }
 
 #[divan::bench(sample_count = 200)]
-fn next_turn_of_the_chat(bencher: Bencher<'_, '_>) {
-    let (encoder, before, request) = (encoder(1 << 30), chat(MESSAGES - 2), chat(MESSAGES));
-    let (before, rendered) = (rendered(&encoder, &before), rendered(&encoder, &request));
+fn next_turn_of_chat(bencher: Bencher<'_, '_>) {
+    let encoder = encoder(1 << 30);
+    let before = chat(MESSAGES - 2);
+    let request = chat(MESSAGES);
+    let before = rendered(&encoder, &before);
+    let rendered = rendered(&encoder, &request);
     let mut number = 0;
-    // Each tenant has sent the turn before.
+    // Each tenant has sent the previous turn.
     let tenant = || {
         number += 1;
         let tenant = number.to_string();
         encoder
-            .tokenize_resuming(&before, Some(&tenant))
+            .tokenize_cached(&before, Some(&tenant))
             .expect("its tokens");
         tenant
     };
     bencher
         .counter(bytes(&rendered))
         .with_inputs(tenant)
-        .bench_local_values(|tenant| {
-            encoder.tokenize_resuming(black_box(&rendered), Some(&tenant))
-        });
+        .bench_local_values(|tenant| encoder.tokenize_cached(black_box(&rendered), Some(&tenant)));
 }
 
 #[divan::bench(sample_count = 200)]
-fn the_same_chat_again(bencher: Bencher<'_, '_>) {
-    let (encoder, request) = (encoder(1 << 30), chat(MESSAGES));
+fn repeated_chat(bencher: Bencher<'_, '_>) {
+    let encoder = encoder(1 << 30);
+    let request = chat(MESSAGES);
     let rendered = rendered(&encoder, &request);
     bencher
         .counter(bytes(&rendered))
-        .bench(|| encoder.tokenize_resuming(black_box(&rendered), None));
+        .bench(|| encoder.tokenize_cached(black_box(&rendered), None));
 }
 
 #[divan::bench]
-fn blocks_of_the_chat_resumed(bencher: Bencher<'_, '_>) {
-    let (encoder, request) = (encoder(1 << 30), chat(MESSAGES));
+fn hash_blocks_of_resumed_chat(bencher: Bencher<'_, '_>) {
+    let encoder = encoder(1 << 30);
+    let request = chat(MESSAGES);
     let tokens = encoder
-        .tokenize_resuming(&rendered(&encoder, &request), None)
+        .tokenize_cached(&rendered(&encoder, &request), None)
         .expect("its tokens")
         .remove(0);
-    bencher.bench(|| black_box(&tokens).hashes(&Salt::default(), BLOCK, Windows::Plain));
+    bencher.bench(|| {
+        black_box(&tokens).block_hashes(&CacheSalt::default(), BLOCK, BlockWindows::Plain)
+    });
 }
 
 #[divan::bench]
-fn blocks_of_the_chat_from_the_beginning(bencher: Bencher<'_, '_>) {
-    let (encoder, request) = (encoder(0), chat(MESSAGES));
+fn hash_blocks_of_whole_chat(bencher: Bencher<'_, '_>) {
+    let encoder = encoder(0);
+    let request = chat(MESSAGES);
     let tokens = encoder
         .tokenize(&rendered(&encoder, &request))
         .expect("its tokens")
         .remove(0);
-    bencher.bench(|| BlockHashes::of(black_box(&tokens), BLOCK, &Salt::default()));
+    bencher.bench(|| BlockHashes::from_tokens(black_box(&tokens), BLOCK, &CacheSalt::default()));
 }

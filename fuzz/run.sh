@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds one target with LLVM's coverage counters, which stable Rust has only behind RUSTC_BOOTSTRAP, and runs it on its corpus.
-# New inputs are kept in target/corpus, so that the seeds stay few; what fails is written to target/artifacts.
+# Builds one target with LLVM's coverage counters and runs it on its corpus. On stable Rust, the counters need RUSTC_BOOTSTRAP.
+# New inputs are stored in target/corpus, so that the checked-in corpus stays small. Failing inputs are written to target/artifacts.
 set -eu
 cd "$(dirname "$0")"
 target=$1

@@ -1,5 +1,5 @@
-//! Admin HTTP: health, readiness, metrics, and the live state as JSON of the very structs that decide. Bound to loopback
-//! by default; nothing here changes anything, not even a question why.
+//! Admin HTTP server: health, readiness, metrics, and status pages with the live state as JSON. It
+//! listens on loopback by default. Every page is read-only, including `/debug/explain`.
 
 pub mod config;
 pub mod explain;
@@ -16,98 +16,98 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router as Routes};
 use serde_json::{Value, json};
+use warmroute_metrics::{Metrics, TextFormat};
+use warmroute_runtime::lifecycle::Readiness;
 
-use crate::audit::Audit;
-use crate::entrance::Entrance;
-use crate::lifecycle::Readiness;
-use crate::metrics::{Metrics, TextFormat};
+use crate::dispatch::Dispatcher;
+use crate::dispatch::audit::CacheAudit;
 
-/// Where what was foreseen and what came is summed up.
-pub const AUDIT: &str = "/debug/audit";
+/// Path of the audit totals: predicted against reported cache hits.
+pub const AUDIT_PATH: &str = "/debug/audit";
 
-/// What the pages show.
+/// State that the pages read.
 #[derive(Clone)]
-pub struct Admin {
-    /// The router and the way to it.
-    pub entrance: Arc<Entrance>,
-    /// Whether it came as was foreseen.
-    pub audit: Arc<Audit>,
-    /// Measures.
+pub struct AdminState {
+    /// Dispatcher, which also gives access to the router.
+    pub dispatcher: Arc<Dispatcher>,
+    /// Audit of the predictions.
+    pub audit: Arc<CacheAudit>,
+    /// Metrics.
     pub metrics: Arc<Metrics>,
-    /// What is still pending.
+    /// Readiness with its pending steps.
     pub readiness: Readiness,
-    /// The configuration in use.
+    /// Active configuration.
     pub config: Arc<ArcSwap<Value>>,
-    /// From a body to a question, for explanations.
-    pub way_in: explain::WayIn,
-    /// The Envoys that are told of the fleet.
-    pub envoys: Page,
-    /// What a cluster says of requests.
-    pub cluster: Page,
-    /// How the replicas stand.
-    pub replicas: Page,
-    /// Those who are asked for the index; null where it is ours.
-    pub remote_index: Page,
+    /// Preprocessor access for explanations.
+    pub explain: explain::ExplainContext,
+    /// Envoys connected to the xDS server.
+    pub envoys: StatusPage,
+    /// Status of the cluster of engines.
+    pub cluster: StatusPage,
+    /// Status of the replicas.
+    pub replicas: StatusPage,
+    /// Status of the remote index servers; null with a local index.
+    pub remote_index: StatusPage,
 }
 
-/// What a page shows, asked for anew each time.
-pub type Page = Arc<dyn Fn() -> Value + Send + Sync>;
+/// Content of a page, computed for each request.
+pub type StatusPage = Arc<dyn Fn() -> Value + Send + Sync>;
 
-/// The pages.
-pub fn routes(admin: Admin) -> Routes {
+/// Returns the HTTP routes of the admin server.
+pub fn admin_routes(admin: AdminState) -> Routes {
     Routes::new()
         .route("/healthz", get(|| async { "ok\n" }))
-        .route("/readyz", get(ready))
-        .route("/metrics", get(metrics))
+        .route("/readyz", get(readiness_page))
+        .route("/metrics", get(metrics_page))
         .route(
             "/debug/config",
-            get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }),
+            get(|State(admin): State<AdminState>| async move { Json(admin.config.load_full()) }),
         )
-        .route("/debug/fleet", get(fleet::page))
+        .route("/debug/fleet", get(fleet::fleet_page))
         .route(
             "/debug/envoys",
-            get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }),
+            get(|State(admin): State<AdminState>| async move { Json((admin.envoys)()) }),
         )
         .route(
             "/debug/cluster",
-            get(|State(admin): State<Admin>| async move { Json((admin.cluster)()) }),
+            get(|State(admin): State<AdminState>| async move { Json((admin.cluster)()) }),
         )
         .route(
             "/debug/replicas",
-            get(|State(admin): State<Admin>| async move { Json((admin.replicas)()) }),
+            get(|State(admin): State<AdminState>| async move { Json((admin.replicas)()) }),
         )
         .route(
             "/debug/index",
-            get(|State(admin): State<Admin>| async move { Json(index(&admin)) }),
+            get(|State(admin): State<AdminState>| async move { Json(index_page(&admin)) }),
         )
         .route(
             "/debug/parity",
-            get(|State(admin): State<Admin>| async move {
-                Json(json!(admin.entrance.router().parity().shown()))
+            get(|State(admin): State<AdminState>| async move {
+                Json(json!(admin.dispatcher.router().parity().reports()))
             }),
         )
         .route(
             "/debug/load",
-            get(|State(admin): State<Admin>| async move {
-                Json(json!(admin.entrance.router().load().snapshot()))
+            get(|State(admin): State<AdminState>| async move {
+                Json(json!(admin.dispatcher.router().load().snapshot()))
             }),
         )
         .route(
-            AUDIT,
-            get(|State(admin): State<Admin>| async move { Json(admin.audit.totals()) }),
+            AUDIT_PATH,
+            get(|State(admin): State<AdminState>| async move { Json(admin.audit.totals()) }),
         )
-        .route(explain::PAGE, explain::page())
+        .route(explain::EXPLAIN_PATH, explain::explain_route())
         .with_state(admin)
 }
 
-/// What the index holds, and who is asked for what it does not.
-fn index(admin: &Admin) -> Value {
-    let mut page = json!(admin.entrance.router().index().stats());
+/// Index statistics with the status of the remote index servers.
+fn index_page(admin: &AdminState) -> Value {
+    let mut page = json!(admin.dispatcher.router().index().stats());
     page["remote"] = (admin.remote_index)();
     page
 }
 
-async fn ready(State(admin): State<Admin>) -> Response {
+async fn readiness_page(State(admin): State<AdminState>) -> Response {
     let pending = admin.readiness.pending();
     let status = if pending.is_empty() {
         StatusCode::OK
@@ -121,16 +121,15 @@ async fn ready(State(admin): State<Admin>) -> Response {
         .into_response()
 }
 
-async fn metrics(State(admin): State<Admin>, headers: HeaderMap) -> Response {
+async fn metrics_page(State(admin): State<AdminState>, headers: HeaderMap) -> Response {
     let accept = headers
         .get_all(header::ACCEPT)
         .iter()
         .filter_map(|value| value.to_str().ok());
     let format = TextFormat::negotiate(accept);
-    match admin
-        .metrics
-        .page(format, |metrics| gauges::refresh(metrics, &admin.entrance))
-    {
+    match admin.metrics.page(format, |metrics| {
+        gauges::refresh_gauges(metrics, &admin.dispatcher)
+    }) {
         Ok(page) => ([(header::CONTENT_TYPE, format.content_type())], page).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }

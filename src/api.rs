@@ -1,251 +1,268 @@
-//! The router as a gRPC service, for callers that are not Envoy: `proto/warmroute/v1/router.proto` says what it offers and
-//! what the numbers mean. Here is only the way from a message to the library and back. What Envoy's streams hold until
-//! they end, callers here hold by a name, and lose when nothing is heard of it for too long.
+//! gRPC service of the router for clients other than Envoy. `proto/warmroute/v1/router.proto`
+//! documents the calls. This module converts between messages and the library. Envoy's streams hold
+//! their bookings until the stream ends; clients of this service hold bookings by name until they
+//! expire.
 
-mod answer;
 mod bookings;
 pub mod config;
-mod copy;
-mod dump;
+mod error;
 mod events;
-mod fault;
-mod feed;
-mod question;
+mod index_dump;
+mod rank_copy;
+mod request;
+mod response;
+mod streams;
+mod writers;
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use futures_util::{Stream, stream};
 use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use tracing::info;
+use warmroute_core::load::ledger::{LedgerChange, LedgerError};
+use warmroute_core::router::{ExternalRouteOptions, SharedBlocks};
+use warmroute_metrics::{ApiCallLabels, Metrics};
+use warmroute_runtime::lifecycle::Readiness;
 
-/// The messages, a client and a server, as compiled from the protocol.
+/// Generated messages, client and server.
 #[expect(clippy::too_many_lines, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("warmroute.v1");
 }
 
 pub use config::ApiConfig;
-pub use dump::DumpStream;
-pub use events::NoEvent;
-pub use fault::Fault;
-pub use feed::{Feed, Joined};
+pub use error::ApiError;
+pub use events::InvalidEventError;
+pub use index_dump::DumpStream;
+pub use writers::{RankWriters, RegisteredWriter};
 
-use crate::entrance::Entrance;
-use crate::index::dump::VERSION;
-use crate::intake::Intake;
-use crate::lifecycle::Readiness;
-use crate::load::ledger::{Change, Refused};
-use crate::metrics::{CallLabels, Metrics};
-use crate::router::{Elsewhere, SharedBlocks};
-use bookings::{Added, Bookings, Kept};
+use crate::dispatch::Dispatcher;
+use crate::request::RequestPreprocessor;
+use bookings::{BookOutcome, BookingSummary, BookingTable};
 use pb::router_server::{Router, RouterServer};
-use question::Shape;
+use request::QueryOptions;
 
-/// Watchers of the fleet at a time: each is told the whole of it with every change.
-const MOST_WATCHERS: usize = 256;
+/// Maximum number of fleet watchers. Each receives the whole fleet after every change.
+const MAX_WATCHERS: usize = 256;
 
-/// The service. A clone is the same service.
+/// gRPC service. Clones share one state.
 #[derive(Clone)]
-pub struct Api(Arc<Shared>);
+pub struct ApiService(Arc<ApiState>);
 
-struct Shared {
-    intake: Arc<ArcSwap<Intake>>,
-    entrance: Arc<Entrance>,
-    feed: Arc<Feed>,
+struct ApiState {
+    preprocessor: Arc<ArcSwap<RequestPreprocessor>>,
+    dispatcher: Arc<Dispatcher>,
+    writers: Arc<RankWriters>,
     metrics: Arc<Metrics>,
-    bookings: Bookings,
-    silence: Duration,
-    shape: Shape,
+    bookings: BookingTable,
+    idle_timeout: Duration,
+    query_options: QueryOptions,
     dumps: Arc<Semaphore>,
     copies: Arc<Semaphore>,
     watchers: Arc<Semaphore>,
-    closing: CancellationToken,
+    shutdown: CancellationToken,
     readiness: Readiness,
 }
 
-/// What the service is made of.
-pub struct Parts {
-    /// The way in.
-    pub intake: Arc<ArcSwap<Intake>>,
-    /// The way to the router.
-    pub entrance: Arc<Entrance>,
-    /// What the keeper tells.
-    pub feed: Arc<Feed>,
-    /// Measures.
+/// Components that the service uses.
+pub struct ApiDependencies {
+    /// Preprocessor.
+    pub preprocessor: Arc<ArcSwap<RequestPreprocessor>>,
+    /// Dispatcher.
+    pub dispatcher: Arc<Dispatcher>,
+    /// Index writers and the fleet, published by the fleet controller.
+    pub writers: Arc<RankWriters>,
+    /// Metrics.
     pub metrics: Arc<Metrics>,
-    /// Ends the streams that have no end.
-    pub closing: CancellationToken,
-    /// Whether what is known is of use to others.
+    /// Cancelled at shutdown to end open-ended streams.
+    pub shutdown: CancellationToken,
+    /// Readiness; copies are refused before it is reached.
     pub readiness: Readiness,
 }
 
-impl Api {
-    /// A service in which nothing is booked.
-    pub fn new(parts: Parts, config: &ApiConfig) -> Self {
-        let Parts {
-            intake,
-            entrance,
-            feed,
+impl ApiService {
+    /// Creates a service without bookings.
+    pub fn new(parts: ApiDependencies, config: &ApiConfig) -> Self {
+        let ApiDependencies {
+            preprocessor,
+            dispatcher,
+            writers,
             metrics,
-            closing,
+            shutdown,
             readiness,
         } = parts;
-        let bookings = Bookings::new(
-            entrance.router().load().clone(),
-            config.rules(),
+        let bookings = BookingTable::new(
+            dispatcher.router().load().clone(),
+            config.ledger_rules(),
             metrics.clone(),
         );
-        let silence = config.silence.get();
-        let shape = Shape {
-            most_blocks: config.most_blocks as usize,
-            shared: true,
+        let silence = config.booking_timeout.get();
+        let options = QueryOptions {
+            max_blocks: config.max_prompt_blocks as usize,
+            query_shared_cache: true,
         };
         let at_once = |most| Arc::new(Semaphore::new(most));
-        Self(Arc::new(Shared {
-            intake,
-            entrance,
-            feed,
+        Self(Arc::new(ApiState {
+            preprocessor,
+            dispatcher,
+            writers,
             metrics,
             bookings,
-            silence,
-            shape,
-            dumps: at_once(dump::MOST),
-            copies: at_once(dump::MOST),
-            watchers: at_once(MOST_WATCHERS),
-            closing,
+            idle_timeout: silence,
+            query_options: options,
+            dumps: at_once(index_dump::MAX_DUMPS),
+            copies: at_once(index_dump::MAX_DUMPS),
+            watchers: at_once(MAX_WATCHERS),
+            shutdown,
             readiness,
         }))
     }
 
-    /// The same as a gRPC server. `largest` is the most bytes that a message to it may have.
-    pub fn server(&self, largest: usize) -> RouterServer<Api> {
+    /// Returns the gRPC server. `largest` is the maximum size of a received message in bytes.
+    pub fn server(&self, largest: usize) -> RouterServer<ApiService> {
         RouterServer::new(self.clone())
             .max_decoding_message_size(largest)
             .max_encoding_message_size(usize::MAX)
     }
 
-    /// Releases, for ever, what was silent for too long.
+    /// Releases expired bookings periodically. Never returns.
     pub async fn run_expiry(&self) {
-        let pause = (self.0.silence / 8).clamp(Duration::from_millis(20), Duration::from_secs(30));
+        let pause =
+            (self.0.idle_timeout / 8).clamp(Duration::from_millis(20), Duration::from_secs(30));
         let mut tick = tokio::time::interval(pause);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tick.tick().await;
             let silent = self.0.bookings.expire();
             if silent > 0 {
-                info!(
-                    silent,
-                    "bookings were released because nothing was heard of them"
-                );
+                info!(silent, "expired bookings released");
             }
         }
     }
 
-    /// Counts a call, and makes its answer a message.
-    fn told<T>(&self, call: &'static str, answer: Result<T, Fault>) -> Result<Response<T>, Status> {
-        let code = answer.as_ref().err().map_or("OK", Fault::name);
+    /// Counts the call by its status code and converts the result.
+    fn respond<T>(
+        &self,
+        call: &'static str,
+        answer: Result<T, ApiError>,
+    ) -> Result<Response<T>, Status> {
+        let code = answer.as_ref().err().map_or("OK", ApiError::code_name);
         self.0
             .metrics
-            .api_calls
-            .get_or_create(&CallLabels { call, code })
+            .api
+            .calls
+            .get_or_create(&ApiCallLabels { method: call, code })
             .inc();
         Ok(Response::new(answer?))
     }
 
-    async fn choose(&self, asked: pb::RouteRequest) -> Result<pb::RouteResponse, Fault> {
-        let Shared {
-            intake,
-            entrance,
+    async fn handle_route(&self, message: pb::RouteRequest) -> Result<pb::RouteResponse, ApiError> {
+        let ApiState {
+            preprocessor,
+            dispatcher,
             bookings,
-            shape,
+            query_options: options,
             ..
         } = &*self.0;
-        let attempt = asked
+        let attempt = message
             .book
             .as_ref()
-            .map(|book| question::attempt(Some(book)))
+            .map(|book| request::parse_attempt(Some(book)))
             .transpose()?;
-        let session = asked.session.map(question::session).transpose()?;
-        let read = question::read(&intake.load_full(), asked.question, *shape).await?;
+        let session = message.session.map(request::parse_session).transpose()?;
+        let read =
+            request::parse_query(&preprocessor.load_full(), message.question, *options).await?;
         let mut request = read.request;
-        if let Some(wishes) = asked.wishes {
-            question::wish(&mut request, wishes)?;
+        if let Some(hints) = message.wishes {
+            request::apply_hints(&mut request, hints)?;
         }
-        let tokens = if asked.with_tokens {
+        let tokens = if message.with_tokens {
             read.tokens
         } else {
             Vec::new()
         };
-        let prompts = answer::prompts(request.prompt.blocks(), tokens);
+        let prompts = response::prompts_to_proto(request.prompt.blocks(), tokens);
         let session = session.or(read.session);
         let Some(attempt) = attempt else {
-            return Ok(answer::route(
-                &entrance.ask(request, session.as_ref())?,
+            return Ok(response::route_to_proto(
+                &dispatcher.preview(request, session.as_ref())?,
                 prompts,
                 pb::Booked::Not,
             ));
         };
-        if let Some(route) = bookings.again(attempt)? {
-            return Ok(answer::route(&route, prompts, pb::Booked::Before));
+        if let Some(route) = bookings.find_route(attempt)? {
+            return Ok(response::route_to_proto(
+                &route,
+                prompts,
+                pb::Booked::Before,
+            ));
         }
-        let mut admitted = entrance.admit(request, session.as_ref(), |_| ()).await?;
-        // A caller may never report the status of the answer.
-        entrance.router().confirm_predictions(&mut admitted.booked);
-        // No await from here on: a caller that leaves leaves either nothing or what it can find again by name.
-        Ok(match bookings.keep(attempt, admitted)? {
-            Kept::Now(route) => answer::route(&route, prompts, pb::Booked::Now),
-            Kept::Before(route) => answer::route(&route, prompts, pb::Booked::Before),
+        let mut admitted = dispatcher
+            .dispatch(request, session.as_ref(), |_| ())
+            .await?;
+        // The caller may never report the response status.
+        dispatcher
+            .router()
+            .confirm_predictions(&mut admitted.placement);
+        // No await from here on: a cancelled call leaves either nothing or a booking that the
+        // caller can find by name.
+        Ok(match bookings.store(attempt, admitted)? {
+            BookOutcome::New(route) => response::route_to_proto(&route, prompts, pb::Booked::Now),
+            BookOutcome::Existing(route) => {
+                response::route_to_proto(&route, prompts, pb::Booked::Before)
+            }
         })
     }
 
-    async fn add(&self, asked: pb::AddRequestRequest) -> Result<pb::AddRequestResponse, Fault> {
-        let Shared {
-            intake,
-            entrance,
+    async fn handle_add_request(
+        &self,
+        message: pb::AddRequestRequest,
+    ) -> Result<pb::AddRequestResponse, ApiError> {
+        let ApiState {
+            preprocessor,
+            dispatcher,
             bookings,
-            shape,
+            query_options: options,
             ..
         } = &*self.0;
-        let attempt = question::attempt(asked.attempt.as_ref())?;
-        let rank = question::rank(asked.worker)?;
-        let mut request = question::read(
-            &intake.load_full(),
-            asked.question,
-            Shape {
-                shared: false,
-                ..*shape
+        let attempt = request::parse_attempt(message.attempt.as_ref())?;
+        let rank = request::parse_rank(message.worker)?;
+        let mut request = request::parse_query(
+            &preprocessor.load_full(),
+            message.question,
+            QueryOptions {
+                query_shared_cache: false,
+                ..*options
             },
         )
         .await?
         .request;
-        question::apply_overrides(&mut request, asked.overrides.as_ref())?;
-        let how = Elsewhere {
-            prefilled: !asked.prefills.unwrap_or(true),
-            cached_tokens: asked.cached_tokens,
+        request::apply_overrides(&mut request, message.overrides.as_ref())?;
+        let options = ExternalRouteOptions {
+            has_remote_prefill: !message.prefills.unwrap_or(true),
+            cached_tokens: message.cached_tokens,
         };
-        if how
+        if options
             .cached_tokens
             .is_some_and(|cached| cached > request.prompt.tokens())
         {
-            return Err(Fault::argument(
-                "more tokens are cached than the prompt has",
+            return Err(ApiError::invalid_argument(
+                "cached_tokens exceeds the length of the prompt",
             ));
         }
-        let router = entrance.router();
+        let router = dispatcher.router();
         let foreign = router
-            .foreign(request, rank, how)
-            .ok_or(Refused::NotServing { rank })?;
-        let (added, booked) = match bookings.add(attempt, &foreign, router)? {
-            Kept::Now(added) => (added, pb::Booked::Now),
-            Kept::Before(added) => (added, pb::Booked::Before),
+            .prepare_external(request, rank, options)
+            .ok_or(LedgerError::NotServing { rank })?;
+        let (added, booked) = match bookings.add_external(attempt, &foreign, router)? {
+            BookOutcome::New(added) => (added, pb::Booked::Now),
+            BookOutcome::Existing(added) => (added, pb::Booked::Before),
         };
-        let Added {
+        let BookingSummary {
             prefill_tokens,
             prompt_blocks,
             ..
@@ -257,131 +274,80 @@ impl Api {
         })
     }
 
-    fn prefilled(
+    fn handle_prefill_completed(
         &self,
-        asked: &pb::MarkPrefillCompletedRequest,
-    ) -> Result<pb::MarkPrefillCompletedResponse, Fault> {
-        let attempt = question::attempt(asked.attempt.as_ref())?;
+        message: &pb::MarkPrefillCompletedRequest,
+    ) -> Result<pb::MarkPrefillCompletedResponse, ApiError> {
+        let attempt = request::parse_attempt(message.attempt.as_ref())?;
         let change = self
             .0
             .bookings
-            .mark_prefill_completed(attempt, self.0.entrance.router())?;
+            .mark_prefill_completed(attempt, self.0.dispatcher.router())?;
         Ok(pb::MarkPrefillCompletedResponse {
-            changed: change == Change::Applied,
+            changed: change == LedgerChange::Applied,
         })
     }
 
-    fn output(
+    fn handle_output_block(
         &self,
-        asked: &pb::AddOutputBlockRequest,
-    ) -> Result<pb::AddOutputBlockResponse, Fault> {
-        let attempt = question::attempt(asked.attempt.as_ref())?;
-        if asked
+        message: &pb::AddOutputBlockRequest,
+    ) -> Result<pb::AddOutputBlockResponse, ApiError> {
+        let attempt = request::parse_attempt(message.attempt.as_ref())?;
+        if message
             .decay_fraction
             .is_some_and(|fraction| !(0.0..=1.0).contains(&fraction))
         {
-            return Err(Fault::argument("the decay fraction is not between 0 and 1"));
+            return Err(ApiError::invalid_argument(
+                "decay_fraction must be between 0 and 1",
+            ));
         }
         self.0
             .bookings
-            .output_block(attempt, asked.decay_fraction)?;
+            .add_output_block(attempt, message.decay_fraction)?;
         Ok(pb::AddOutputBlockResponse {})
     }
 
-    fn release(&self, asked: &pb::FreeRequest) -> Result<pb::FreeResponse, Fault> {
-        let attempt = question::attempt(asked.attempt.as_ref())?;
-        let status = asked.status.map(question::status).transpose()?;
+    fn handle_free(&self, message: &pb::FreeRequest) -> Result<pb::FreeResponse, ApiError> {
+        let attempt = request::parse_attempt(message.attempt.as_ref())?;
+        let status = message.status.map(request::parse_status).transpose()?;
         let change = self
             .0
             .bookings
-            .free(attempt, status, self.0.entrance.router());
+            .free(attempt, status, self.0.dispatcher.router());
         Ok(pb::FreeResponse {
-            changed: change == Change::Applied,
+            changed: change == LedgerChange::Applied,
         })
     }
 
-    fn dump(&self, asked: pb::DumpEventsRequest) -> Result<DumpStream, Fault> {
-        let Shared {
-            feed,
-            entrance,
-            dumps,
-            closing,
-            ..
-        } = &*self.0;
-        let permit = dumps
-            .clone()
-            .try_acquire_owned()
-            .map_err(|_| Fault::TooMany("dumps", dump::MOST))?;
-        let wanted = asked
-            .ranks
-            .into_iter()
-            .map(|rank| question::rank(Some(rank)))
-            .collect::<Result<_, _>>()?;
-        let (feed, fleet, closing) = (feed.clone(), entrance.router().fleet(), closing.clone());
-        dump::dump(
-            dump::Source {
-                feed,
-                fleet,
-                permit,
-                closing,
-            },
-            &wanted,
-        )
-    }
-
-    fn copy(&self, asked: &pb::CopyRankRequest) -> Result<copy::CopyStream, Fault> {
-        let Shared {
-            feed,
-            entrance,
-            copies,
-            closing,
-            readiness,
-            ..
-        } = &*self.0;
-        if !readiness.was_reached() {
-            return Err(Fault::NotReady);
-        }
-        let rank = question::rank(asked.worker)?;
-        if ![0, u32::from(VERSION)].contains(&asked.format) {
-            return Err(Fault::Format(asked.format));
-        }
-        if !entrance.router().trust(rank).is_attached() && feed.ranks().binary_search(&rank).is_ok()
-        {
-            return Err(Fault::Detached(rank));
-        }
-        let permit = copies
-            .clone()
-            .try_acquire_owned()
-            .map_err(|_| Fault::TooMany("copies", dump::MOST))?;
-        copy::copy(feed, rank, permit, closing.clone())
-    }
-
-    async fn overlaps(
+    async fn handle_overlap_scores(
         &self,
-        asked: pb::OverlapScoresRequest,
-    ) -> Result<pb::OverlapScoresResponse, Fault> {
-        let intake = self.0.intake.load_full();
-        let shape = Shape {
-            shared: asked.include_shared.unwrap_or(true),
-            ..self.0.shape
+        message: pb::OverlapScoresRequest,
+    ) -> Result<pb::OverlapScoresResponse, ApiError> {
+        let preprocessor = self.0.preprocessor.load_full();
+        let options = QueryOptions {
+            query_shared_cache: message.include_shared.unwrap_or(true),
+            ..self.0.query_options
         };
-        let mut request = question::read(&intake, asked.question, shape)
+        let mut request = request::parse_query(&preprocessor, message.question, options)
             .await?
             .request;
-        question::apply_overrides(&mut request, asked.overrides.as_ref())?;
-        if !shape.shared {
-            request.shared = SharedBlocks::NotAsked;
+        request::apply_overrides(&mut request, message.overrides.as_ref())?;
+        if !options.query_shared_cache {
+            request.shared = SharedBlocks::NotQueried;
         }
-        let shared_cache = shape
-            .shared
-            .then(|| answer::shared_cache(&request.shared, intake.has_shared_cache()));
+        let shared_cache = options.query_shared_cache.then(|| {
+            response::shared_cache_to_proto(&request.shared, preprocessor.has_shared_cache())
+        });
         let blocks = request.prompt.blocks();
         let block_size = blocks
             .first()
             .map_or(0, |hashes| hashes.block_size().0.get());
         let prompt_blocks = blocks.iter().map(|hashes| hashes.len() as u64).sum();
-        let surveyed = self.0.entrance.router().survey(request)?;
-        let ranks = surveyed.iter().map(answer::overlap_score).collect();
+        let surveyed = self.0.dispatcher.router().estimate_all(request)?;
+        let ranks = surveyed
+            .iter()
+            .map(response::overlap_score_to_proto)
+            .collect();
         Ok(pb::OverlapScoresResponse {
             ranks,
             prompt_blocks,
@@ -390,89 +356,65 @@ impl Api {
         })
     }
 
-    async fn loads(
+    async fn handle_potential_loads(
         &self,
-        asked: pb::PotentialLoadsRequest,
-    ) -> Result<pb::PotentialLoadsResponse, Fault> {
-        let router = self.0.entrance.router();
-        if asked.question.is_none() {
+        message: pb::PotentialLoadsRequest,
+    ) -> Result<pb::PotentialLoadsResponse, ApiError> {
+        let router = self.0.dispatcher.router();
+        if message.question.is_none() {
             let mut loads = router.load().snapshot();
             loads.sort_by_key(|load| load.rank);
             return Ok(pb::PotentialLoadsResponse {
-                ranks: loads.iter().map(answer::load).collect(),
+                ranks: loads.iter().map(response::load_to_proto).collect(),
             });
         }
-        let mut request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape)
-            .await?
-            .request;
-        question::apply_overrides(&mut request, asked.overrides.as_ref())?;
+        let mut request = request::parse_query(
+            &self.0.preprocessor.load_full(),
+            message.question,
+            self.0.query_options,
+        )
+        .await?
+        .request;
+        request::apply_overrides(&mut request, message.overrides.as_ref())?;
         let ranks = router
-            .survey(request)?
+            .estimate_all(request)?
             .iter()
-            .map(answer::potential_load)
+            .map(response::potential_load_to_proto)
             .collect();
         Ok(pb::PotentialLoadsResponse { ranks })
     }
-
-    fn watch(&self, asked: &pb::WatchFleetRequest) -> Result<WatchStream, Fault> {
-        let model = match asked.model.as_str() {
-            "" => None,
-            name => {
-                let named = self
-                    .0
-                    .intake
-                    .load()
-                    .named(Some(name))
-                    .ok_or_else(|| Fault::UnknownModel(name.to_owned()))?;
-                Some(named.model.name.clone())
-            }
-        };
-        let permit = self.0.watchers.clone().try_acquire_owned();
-        let permit = permit.map_err(|_| Fault::TooMany("watchers", MOST_WATCHERS))?;
-        let mut fleets = self.0.feed.fleets();
-        fleets.mark_changed();
-        let start = (fleets, model, self.0.closing.clone(), permit);
-        let snapshots = stream::unfold(start, |(mut fleets, model, closing, permit)| async move {
-            let changed = closing.run_until_cancelled(fleets.changed()).await;
-            let told = changed?
-                .ok()
-                .map(|()| answer::fleet(&fleets.borrow_and_update(), model.as_ref()))?;
-            Some((Ok(told), (fleets, model, closing, permit)))
-        });
-        Ok(Box::pin(snapshots))
-    }
 }
 
-/// The fleet in messages.
-type WatchStream = Pin<Box<dyn Stream<Item = Result<pb::WatchFleetResponse, Status>> + Send>>;
-
 #[tonic::async_trait]
-impl Router for Api {
+impl Router for ApiService {
     type DumpEventsStream = DumpStream;
-    type CopyRankStream = copy::CopyStream;
-    type WatchFleetStream = WatchStream;
+    type CopyRankStream = rank_copy::CopyStream;
+    type WatchFleetStream = streams::WatchStream;
 
     async fn route(
         &self,
         request: Request<pb::RouteRequest>,
     ) -> Result<Response<pb::RouteResponse>, Status> {
-        self.told("Route", self.choose(request.into_inner()).await)
+        self.respond("Route", self.handle_route(request.into_inner()).await)
     }
 
     async fn add_request(
         &self,
         request: Request<pb::AddRequestRequest>,
     ) -> Result<Response<pb::AddRequestResponse>, Status> {
-        self.told("AddRequest", self.add(request.into_inner()).await)
+        self.respond(
+            "AddRequest",
+            self.handle_add_request(request.into_inner()).await,
+        )
     }
 
     async fn mark_prefill_completed(
         &self,
         request: Request<pb::MarkPrefillCompletedRequest>,
     ) -> Result<Response<pb::MarkPrefillCompletedResponse>, Status> {
-        self.told(
+        self.respond(
             "MarkPrefillCompleted",
-            self.prefilled(&request.into_inner()),
+            self.handle_prefill_completed(&request.into_inner()),
         )
     }
 
@@ -480,48 +422,57 @@ impl Router for Api {
         &self,
         request: Request<pb::AddOutputBlockRequest>,
     ) -> Result<Response<pb::AddOutputBlockResponse>, Status> {
-        self.told("AddOutputBlock", self.output(&request.into_inner()))
+        self.respond(
+            "AddOutputBlock",
+            self.handle_output_block(&request.into_inner()),
+        )
     }
 
     async fn free(
         &self,
         request: Request<pb::FreeRequest>,
     ) -> Result<Response<pb::FreeResponse>, Status> {
-        self.told("Free", self.release(&request.into_inner()))
+        self.respond("Free", self.handle_free(&request.into_inner()))
     }
 
     async fn overlap_scores(
         &self,
         request: Request<pb::OverlapScoresRequest>,
     ) -> Result<Response<pb::OverlapScoresResponse>, Status> {
-        self.told("OverlapScores", self.overlaps(request.into_inner()).await)
+        self.respond(
+            "OverlapScores",
+            self.handle_overlap_scores(request.into_inner()).await,
+        )
     }
 
     async fn potential_loads(
         &self,
         request: Request<pb::PotentialLoadsRequest>,
     ) -> Result<Response<pb::PotentialLoadsResponse>, Status> {
-        self.told("PotentialLoads", self.loads(request.into_inner()).await)
+        self.respond(
+            "PotentialLoads",
+            self.handle_potential_loads(request.into_inner()).await,
+        )
     }
 
     async fn dump_events(
         &self,
         request: Request<pb::DumpEventsRequest>,
     ) -> Result<Response<DumpStream>, Status> {
-        self.told("DumpEvents", self.dump(request.into_inner()))
+        self.respond("DumpEvents", self.handle_dump(request.into_inner()))
     }
 
     async fn copy_rank(
         &self,
         request: Request<pb::CopyRankRequest>,
-    ) -> Result<Response<copy::CopyStream>, Status> {
-        self.told("CopyRank", self.copy(&request.into_inner()))
+    ) -> Result<Response<rank_copy::CopyStream>, Status> {
+        self.respond("CopyRank", self.handle_copy(&request.into_inner()))
     }
 
     async fn watch_fleet(
         &self,
         request: Request<pb::WatchFleetRequest>,
-    ) -> Result<Response<WatchStream>, Status> {
-        self.told("WatchFleet", self.watch(&request.into_inner()))
+    ) -> Result<Response<streams::WatchStream>, Status> {
+        self.respond("WatchFleet", self.handle_watch(&request.into_inner()))
     }
 }

@@ -1,26 +1,28 @@
-//! The commands.
+//! Subcommands.
 
+mod admin_client;
 pub mod audit;
 pub mod check;
+pub mod cli;
 pub mod doctor;
 pub mod explain;
-mod pages;
 pub mod serve;
 
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use crate::cli::{Cli, Command};
+use warmroute_settings::ConfigError;
+use warmroute_tokens::prompt::LoadError;
+
 use crate::config::Config;
-use crate::prompt::LoadError;
-use crate::settings::ConfigError;
+use cli::{Cli, Command};
 
-/// Exit code of a configuration that cannot work.
-pub const MISCONFIGURED: u8 = 2;
+/// Exit code for an invalid configuration.
+pub const EXIT_MISCONFIGURED: u8 = 2;
 
-/// Carries out the command line; the exit code of the process.
-pub fn main(cli: Cli) -> ExitCode {
+/// Runs the subcommand and returns the exit code of the process.
+pub fn run(cli: Cli) -> ExitCode {
     let mut err = io::stderr();
     let ended = match cli.command {
         Command::Audit(args) => audit::run(&args, &mut io::stdout()),
@@ -29,42 +31,43 @@ pub fn main(cli: Cli) -> ExitCode {
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args, &mut err),
     };
-    ended.map_or_else(|error| failed(&error, &mut err), ExitCode::from)
+    ended.map_or_else(|error| report_failure(&error, &mut err), ExitCode::from)
 }
 
-/// Loads a configuration for a command; the mistakes go to `err`, one per line, and the command ends with
-/// [`MISCONFIGURED`].
-pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
-    usable(Config::load(path), err)
+/// Loads a configuration. Writes its errors to `err`, one per line, and returns `None`: the command
+/// ends with [`EXIT_MISCONFIGURED`].
+pub fn load_config(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
+    config_or_report(Config::load(path), err)
 }
 
-/// The same of one that was read.
-fn usable(
+/// Returns the configuration, or writes its errors.
+fn config_or_report(
     read: Result<Config, Vec<ConfigError>>,
     err: &mut impl Write,
 ) -> io::Result<Option<Config>> {
     match read {
         Ok(config) => Ok(Some(config)),
-        Err(mistakes) => write_mistakes(mistakes, err).map(|()| None),
+        Err(mistakes) => write_errors(mistakes, err).map(|()| None),
     }
 }
 
-/// Writes one line per mistake.
-fn write_mistakes(mistakes: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
+/// Writes one line per error.
+fn write_errors(mistakes: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
     mistakes
         .into_iter()
         .try_for_each(|mistake| writeln!(err, "{mistake}"))
 }
 
-/// Prints why a command failed; its exit code.
-fn failed(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
-    // Nothing can be done when even standard error is gone.
+/// Prints the error of a command and returns its exit code.
+fn report_failure(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
+    // An error on standard error cannot be reported.
     let _written = writeln!(err, "warmroute: {error:#}");
     ExitCode::from(exit_code(error))
 }
 
-/// The exit code of a failure: misconfiguration where a file that the configuration names cannot be used, else 1.
+/// Returns the exit code of an error: [`EXIT_MISCONFIGURED`] if a configured file cannot be used,
+/// else 1.
 fn exit_code(error: &anyhow::Error) -> u8 {
     let misconfigured = error.downcast_ref::<LoadError>().is_some();
-    if misconfigured { MISCONFIGURED } else { 1 }
+    if misconfigured { EXIT_MISCONFIGURED } else { 1 }
 }

@@ -1,25 +1,30 @@
-//! The Envoy side: one gRPC stream per HTTP exchange. [`Exchange`] is the protocol as a pure state machine, [`service`]
-//! feeds it with a stream's messages and carries out its effects, [`pipeline`] turns a body into a routing question.
-//! This folder knows Envoy's wire types; nothing else of the request path does.
+//! The Envoy side: one gRPC stream per HTTP exchange. [`Exchange`] is the protocol as a pure state
+//! machine. [`service`] feeds it with the messages of a stream and applies its effects.
+//! [`pipeline`] turns a request into a route. Within the request path, only this module knows
+//! Envoy's wire types.
 
-pub mod carrying;
+mod body_budget;
 pub mod config;
-pub mod contract;
 pub mod exchange;
 mod first_tokens;
 pub mod gateway;
+mod guard;
+pub mod header_changes;
 pub mod headers;
-mod held;
 pub mod message;
 pub mod metadata;
 pub mod mutation;
 pub mod pipeline;
+pub mod policy;
 mod probe;
-mod record;
 pub mod reject;
-mod replies;
+pub mod reply;
+mod response_stream;
 mod retries;
+pub mod routing_headers;
+pub mod server;
 pub mod service;
+pub mod state;
 mod stream;
 pub mod wire;
 

@@ -1,12 +1,12 @@
-//! The binary: everything it does is in the library.
+//! Binary of warmroute. Its implementation is in the library.
 
 use std::process::ExitCode;
 
-/// Long bodies, their texts and tokens come and go on all threads. glibc's allocator keeps what they took on each of them, and
-/// this one gives it back within seconds.
+/// Large bodies, their texts and tokens are allocated and freed on all threads. glibc's allocator
+/// retains that memory per thread; jemalloc returns it within seconds.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    warmroute::cmd::main(warmroute::cli::Cli::of_process())
+    warmroute::cmd::run(warmroute::cmd::cli::Cli::from_env_args())
 }

@@ -1,25 +1,36 @@
-//! Carries out a prefill that was decided to be another worker's than the decode, so that no sidecar has to: by naming the
-//! prefill worker and nothing else, by giving both workers the same request with a room to meet in, or by asking the
-//! prefill worker first and handing what it says to the decode worker. Who they are is the router's to decide.
+//! Plans and runs remote prefills, so that no sidecar is needed. The modes are: set the headers of
+//! the prefill worker, mirror the request to both workers with a bootstrap room, or call the prefill
+//! worker first and hand its KV transfer parameters to the decode worker. The router chooses the
+//! workers.
 
 mod aborts;
-mod again;
-mod call;
+mod bootstrap;
+mod client;
+mod clients;
 mod config;
-mod handover;
+mod fallback;
+mod handoff;
 mod headers;
-mod ladder;
-mod meeting;
 mod mirror;
+mod plan;
+mod remote;
 mod report;
+mod retry;
 
-pub use aborts::Aborts;
-pub use again::{Called, Copy, Retried};
-pub use call::{Asked, Caller, Failure};
-pub use config::{By, PrefillConfig, Protocol};
-pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit, clean, path};
-pub use headers::forwarded;
-pub(crate) use ladder::note;
-pub use ladder::{Call, Carried, Wanted};
-pub use meeting::{fits, streams};
-pub use mirror::{Given, Met, Mirror, Mirrored, Turn};
+pub use aborts::AbortClient;
+pub use client::{PrefillCall, PrefillClient, PrefillError};
+pub use clients::{PrefillClients, PrefillClientsError};
+pub use config::{KvTransferProtocol, PrefillConfig, PrefillMode};
+pub use fallback::{PrefillRequest, PrefilledRequest, SequentialPrefill};
+pub use handoff::{
+    HandoffError, KvHandoff, PrefillBody, PrefillResponse, SplitError, StrippedBody,
+    strip_kv_fields,
+};
+pub use headers::ClientHeaders;
+pub use mirror::{
+    BootstrapPair, MirrorContext, MirrorTarget, MirroredPrefill, PrefillEvent, PrefillMirror,
+};
+pub use plan::{PrefillExecutor, PrefillPlanner, UncheckedBodyError};
+pub(crate) use plan::{PrefillOutcome, PrefillPlan};
+pub use remote::{RemotePrefill, RepeatedPrefill};
+pub use retry::{MirrorCopy, PrefillRecord, RetriedRequest};

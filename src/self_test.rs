@@ -1,5 +1,6 @@
-//! Asks a worker to tokenise canaries and compares. Nothing of a user is in it, so what differs may be shown: the first token
-//! on both sides, and the texts around it.
+//! Compares the tokens of canary requests with those of an engine. Canaries contain no user data,
+//! so a difference can be shown in full: the first differing token on both sides and the text
+//! around it.
 
 pub mod canaries;
 pub mod config;
@@ -9,52 +10,54 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use warmroute_core::parity::{CanaryVerdict, ComparedItem, TokenDifference};
+use warmroute_core::worker::{BlockSize, ModelName};
+use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi};
+use warmroute_tokens::openai::{self, ApiKind};
+use warmroute_tokens::prompt::{Encoder, PromptTokens};
 
-use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi};
-use crate::intake::Model;
-use crate::openai::{self, Api};
-use crate::parity::{Difference, Verdict, What};
-use crate::prompt::{Encoder, Tokens};
-use crate::worker::{BlockSize, ModelName};
-use canaries::{Canary, canaries};
+use crate::request::ConfiguredModel;
+use canaries::{CanaryRequest, canaries};
 
-/// Tokens before and behind the first difference whose text is shown.
-const AROUND: usize = 8;
+/// Number of tokens shown before and after the first difference.
+const CONTEXT_TOKENS: usize = 8;
 
-/// Why a canary is not compared where an engine does not render.
-const NOT_READ: &str = "only render does with it as the chat does, and it is not offered";
+/// Reason for skipping a canary if the engine has no render API.
+const RENDER_ONLY_REASON: &str = "only the render API handles it like the chat API, and the \
+engine does not offer it";
 
-/// Keeps canaries' beginnings apart from those of requests.
-const APART: &str = "self-test";
+/// Scope that separates canaries from requests in the token prefix cache.
+const RESUME_SCOPE: &str = "self-test";
 
-/// A canary with our tokens of it.
-struct Prepared {
-    canary: Canary,
-    /// Or why there are none.
+/// A canary with its tokens.
+struct PreparedCanary {
+    canary: CanaryRequest,
+    /// Token ids, or the reason why there are none.
     ours: Result<Vec<u32>, String>,
 }
 
-/// The canaries of one model, tokenised by us.
-pub struct Subject {
+/// Tokenized canaries of one model.
+pub struct CanarySuite {
     name: ModelName,
     encoder: Arc<Encoder>,
     block_size: BlockSize,
-    canaries: Vec<Prepared>,
+    canaries: Vec<PreparedCanary>,
 }
 
-/// How a worker is asked.
+/// Engine API that returns tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum TokenApi {
     Tokenize,
     Render,
 }
 
-impl Subject {
-    /// Tokenises the canaries, which takes some milliseconds; `None` where the model has no tokenizer.
-    pub fn new(model: &Model) -> Option<Self> {
+impl CanarySuite {
+    /// Tokenizes the canaries, which takes some milliseconds. Returns `None` if the model has no
+    /// tokenizer.
+    pub fn new(model: &ConfiguredModel) -> Option<Self> {
         let encoder = model.encoder.clone()?;
-        let prepare = |canary: Canary| Prepared {
-            ours: ours(&encoder, &canary),
+        let prepare = |canary: CanaryRequest| PreparedCanary {
+            ours: encode_canary(&encoder, &canary),
             canary,
         };
         let canaries = canaries(model.name.as_str(), encoder.engine())
@@ -69,8 +72,8 @@ impl Subject {
         })
     }
 
-    /// Whether it is what would be made of this model.
-    pub fn is_of(&self, model: &Model) -> bool {
+    /// Returns whether the suite matches the current model.
+    pub fn is_current(&self, model: &ConfiguredModel) -> bool {
         let same = model
             .encoder
             .as_ref()
@@ -78,20 +81,21 @@ impl Subject {
         same && self.name == model.name && self.block_size == model.block_size
     }
 
-    /// Whether both compare the same tokens of ours.
-    pub fn has_tokens_of(&self, other: &Self) -> bool {
+    /// Returns whether both suites use the same encoder.
+    pub fn shares_encoder(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.encoder, &other.encoder)
     }
 
-    /// Compares with what one worker makes of the canaries.
-    pub async fn test(
+    /// Compares the canaries with the tokens of one engine.
+    pub async fn compare(
         &self,
         client: &EngineClient,
         engine: &EngineUrl,
         deadline: Duration,
-    ) -> Verdict {
-        // What `/tokenize` does is not all that the chat does; but not everybody renders, or for everybody.
-        let mut way = Way::Render;
+    ) -> CanaryVerdict {
+        // The render API handles requests like the chat API, `/tokenize` does not in all cases. Not
+        // every engine offers rendering to every client.
+        let mut api = TokenApi::Render;
         let mut compared = 0;
         let mut skipped = BTreeMap::new();
         for prepared in &self.canaries {
@@ -103,57 +107,48 @@ impl Subject {
                     continue;
                 }
             };
-            if way == Way::Tokenize && prepared.canary.render_only {
-                skipped.insert(name, NOT_READ.to_owned());
+            if api == TokenApi::Tokenize && prepared.canary.render_only {
+                skipped.insert(name, RENDER_ONLY_REASON.to_owned());
                 continue;
             }
-            let mut answered = ask(client, engine, (way, &prepared.canary), deadline).await;
+            let mut tokens = fetch_tokens(client, engine, api, &prepared.canary, deadline).await;
             let closed = |error: &EngineError| {
-                matches!(error, EngineError::NotOffered(_)) || error.is_denied()
+                matches!(error, EngineError::NotOffered(_)) || error.is_unauthorized()
             };
-            if way == Way::Render && answered.as_ref().is_err_and(closed) {
-                way = Way::Tokenize;
-                answered = ask(client, engine, (way, &prepared.canary), deadline).await;
+            if api == TokenApi::Render && tokens.as_ref().is_err_and(closed) {
+                api = TokenApi::Tokenize;
+                tokens = fetch_tokens(client, engine, api, &prepared.canary, deadline).await;
             }
-            match answered {
+            match tokens {
                 Ok(theirs) => match self.difference(&name, ours, &theirs) {
                     Some(difference) => {
-                        return Verdict::Differs {
+                        return CanaryVerdict::Differs {
                             difference: Box::new(difference),
                         };
                     }
                     None => compared += 1,
                 },
                 Err(error @ EngineError::Status { .. }) if error.is_refusal() => {
-                    let said = if let EngineError::Status {
-                        message: Some(said),
-                        ..
-                    } = &error
-                    {
-                        said
-                    } else {
-                        ""
-                    };
-                    skipped.insert(name, format!("{error}: {said}"));
+                    skipped.insert(name, describe_refusal(&error));
                 }
                 Err(error) => {
-                    return Verdict::CannotTest {
-                        why: why(&error),
-                        passes: error.passes(),
+                    return CanaryVerdict::CannotTest {
+                        why: describe_error(&error),
+                        is_transient: error.is_transient(),
                     };
                 }
             }
         }
         match (compared, skipped.values().next()) {
-            (0, Some(first)) => Verdict::CannotTest {
+            (0, Some(first)) => CanaryVerdict::CannotTest {
                 why: format!("every canary was skipped; the first: {first}"),
-                passes: false,
+                is_transient: false,
             },
-            _ => Verdict::Agrees { compared, skipped },
+            _ => CanaryVerdict::Agrees { compared, skipped },
         }
     }
 
-    fn difference(&self, canary: &str, ours: &[u32], theirs: &[u32]) -> Option<Difference> {
+    fn difference(&self, canary: &str, ours: &[u32], theirs: &[u32]) -> Option<TokenDifference> {
         let at = ours
             .iter()
             .zip(theirs)
@@ -163,17 +158,15 @@ impl Subject {
             return None;
         }
         let around = |ids: &[u32]| {
-            let (start, end) = (
-                at.saturating_sub(AROUND).min(ids.len()),
-                (at + AROUND).min(ids.len()),
-            );
-            Some(self.encoder.text_of(&ids[start..end]))
+            let start = at.saturating_sub(CONTEXT_TOKENS).min(ids.len());
+            let end = (at + CONTEXT_TOKENS).min(ids.len());
+            Some(self.encoder.decode_tokens(&ids[start..end]))
         };
-        Some(Difference {
+        Some(TokenDifference {
             what: if at < ours.len().min(theirs.len()) {
-                What::Tokens
+                ComparedItem::Tokens
             } else {
-                What::Length
+                ComparedItem::Length
             },
             canary: Some(canary.to_owned()),
             at,
@@ -186,33 +179,34 @@ impl Subject {
     }
 }
 
-/// Our tokens, as requests get them: the second time some are taken over from the first.
-fn ours(encoder: &Encoder, canary: &Canary) -> Result<Vec<u32>, String> {
+/// Tokenizes a canary like a request. The second run resumes from the cached prefix of the first.
+fn encode_canary(encoder: &Encoder, canary: &CanaryRequest) -> Result<Vec<u32>, String> {
     let request = openai::parse(canary.api, &canary.body).map_err(|error| error.to_string())?;
     let rendered = encoder
         .render(&request)
-        .map_err(|error| format!("we cannot: {error}"))?;
+        .map_err(|error| format!("warmroute cannot encode it: {error}"))?;
     let tokens = || {
         encoder
-            .tokenize_resuming(&rendered, Some(APART))
-            .map_err(|error| format!("we cannot: {error}"))
+            .tokenize_cached(&rendered, Some(RESUME_SCOPE))
+            .map_err(|error| format!("warmroute cannot encode it: {error}"))
     };
     tokens()?;
     let prompt = tokens()?.pop().ok_or("it has no prompt")?;
-    Ok(Tokens::into_ids(prompt))
+    Ok(PromptTokens::into_ids(prompt))
 }
 
-async fn ask(
+async fn fetch_tokens(
     client: &EngineClient,
     engine: &EngineUrl,
-    (way, canary): (Way, &Canary),
+    api: TokenApi,
+    canary: &CanaryRequest,
     deadline: Duration,
 ) -> Result<Vec<u32>, EngineError> {
     let body: Bytes = canary.body.clone();
-    match way {
-        Way::Tokenize => Ok(client.tokenize(engine, body, deadline).await?.tokens),
-        Way::Render => {
-            let api = if canary.api == Api::Completions {
+    match api {
+        TokenApi::Tokenize => Ok(client.tokenize(engine, body, deadline).await?.tokens),
+        TokenApi::Render => {
+            let api = if canary.api == ApiKind::Completions {
                 RenderApi::Completions
             } else {
                 RenderApi::Chat
@@ -226,15 +220,25 @@ async fn ask(
     }
 }
 
-fn why(error: &EngineError) -> String {
+/// Describes the refusal of a canary, with the message of the engine.
+fn describe_refusal(error: &EngineError) -> String {
+    let message = match error {
+        EngineError::Status { message, .. } => message.as_deref().unwrap_or_default(),
+        _ => "",
+    };
+    format!("{error}: {message}")
+}
+
+fn describe_error(error: &EngineError) -> String {
     match error {
         EngineError::NotOffered(status) => {
             format!(
-                "it offers neither /tokenize nor /v1/*/render (status {status}); vLLM offers the first by default"
+                "it offers neither /tokenize nor /v1/*/render (status {status}); vLLM offers the \
+                first by default"
             )
         }
-        error if error.is_denied() => {
-            "it wants a token; name its file in `engines.token_file`".to_owned()
+        error if error.is_unauthorized() => {
+            "it requires a token; set `engines.http.token_file`".to_owned()
         }
         error => error.to_string(),
     }

@@ -1,17 +1,17 @@
-//! What bodies cost that are made to cost memory. One process with one test, because memory is measured for all of it.
+//! Memory use of hostile bodies. One process with one test, because memory is measured per process.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
 
-use warmroute::openai::usage::{Kind, UsageScanner};
-use warmroute::openai::{Api, Prompt, parse};
+use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
+use warmroute_tokens::openai::{ApiKind, PromptInput, parse};
 
 const MIB: usize = 1 << 20;
 
-/// The most memory this process has had since the last time it was asked.
+/// Returns the peak memory of this process during `of`.
 fn peak(of: impl FnOnce()) -> usize {
-    // Linux forgets the peak up to now when it is told to.
+    // Resets the peak memory counter of Linux.
     fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = status("VmRSS:");
     of();
@@ -27,61 +27,72 @@ fn status(line: &str) -> usize {
     kib.trim().parse::<usize>().unwrap() << 10
 }
 
-/// The same with as many pieces as are looked at, by what one of them counts.
+/// Builds a body with the maximum number of pieces that are parsed.
 fn most(before: &str, piece: &str, after: &str) -> Vec<u8> {
     let values = piece.matches(['{', '[', ',']).count() + 1;
     let pieces = vec![piece; ((1 << 17) - 64) / values].join(",");
     format!("{before}{pieces}{after}{}", " ".repeat(1 << 18)).into_bytes()
 }
 
-/// `before`, so many times `piece` that it is a body of 32 MiB, and `after`.
+/// Builds a body of 32 MiB: `before`, repetitions of `piece`, and `after`.
 fn body(before: &str, piece: &str, after: &str) -> Vec<u8> {
     let pieces = vec![piece; (32 * MIB) / (piece.len() + 1)].join(",");
     format!("{before}{pieces}{after}").into_bytes()
 }
 
-#[test]
-fn no_body_and_no_answer_costs_many_times_its_bytes() {
-    let message = r#"{"model":"m","messages":[{"role":"user","content":"#;
-    let cases = [
+/// Start of a chat request, up to the content of its message.
+const MESSAGE: &str = r#"{"model":"m","messages":[{"role":"user","content":"#;
+
+/// Name, API and body of a request.
+type HostileBody = (&'static str, ApiKind, Vec<u8>);
+
+/// Chat requests of many small parts.
+fn chat_bodies() -> Vec<HostileBody> {
+    vec![
         (
             "messages",
-            Api::ChatCompletions,
+            ApiKind::ChatCompletions,
             body(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
         ),
         (
             "broken messages",
-            Api::ChatCompletions,
+            ApiKind::ChatCompletions,
             body(r#"{"model":"m","messages":["#, "{}", "]}"),
         ),
         (
             "parts",
-            Api::ChatCompletions,
-            body(&format!("{message}["), "{}", "]}]}"),
+            ApiKind::ChatCompletions,
+            body(&format!("{MESSAGE}["), "{}", "]}]}"),
         ),
         (
             "bare parts",
-            Api::ChatCompletions,
-            body(&format!("{message}["), r#""""#, "]}]}"),
+            ApiKind::ChatCompletions,
+            body(&format!("{MESSAGE}["), r#""""#, "]}]}"),
         ),
         (
             "tools",
-            Api::ChatCompletions,
-            body(&format!("{message}\"x\"}}],\"tools\":["), "0", "]}"),
+            ApiKind::ChatCompletions,
+            body(&format!("{MESSAGE}\"x\"}}],\"tools\":["), "0", "]}"),
         ),
         (
             "lists",
-            Api::ChatCompletions,
-            body(&format!("{message}\"x\"}}],\"documents\":["), "[]", "]}"),
+            ApiKind::ChatCompletions,
+            body(&format!("{MESSAGE}\"x\"}}],\"documents\":["), "[]", "]}"),
         ),
+    ]
+}
+
+/// Requests of the other APIs with many small parts.
+fn other_bodies() -> Vec<HostileBody> {
+    vec![
         (
             "items",
-            Api::Responses,
+            ApiKind::Responses,
             body(r#"{"model":"m","input":["#, "{}", "]}"),
         ),
         (
             "turns",
-            Api::Messages,
+            ApiKind::Messages,
             body(
                 r#"{"model":"m","messages":["#,
                 r#"{"role":"user","content":""}"#,
@@ -90,40 +101,51 @@ fn no_body_and_no_answer_costs_many_times_its_bytes() {
         ),
         (
             "blocks",
-            Api::Messages,
-            body(&format!("{message}["), r#"{"type":"text"}"#, "]}]}"),
+            ApiKind::Messages,
+            body(&format!("{MESSAGE}["), r#"{"type":"text"}"#, "]}]}"),
         ),
         (
             "pooled messages",
-            Api::Pooling,
+            ApiKind::Pooling,
             body(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
         ),
         (
             "an adapter",
-            Api::SglangGenerate,
+            ApiKind::SglangGenerate,
             body(r#"{"text":"x","lora_path":["#, "0", "]}"),
         ),
         (
             "prompts",
-            Api::Completions,
+            ApiKind::Completions,
             body(r#"{"model":"m","prompt":["#, r#""""#, "]}"),
         ),
         (
             "prompts of tokens",
-            Api::VllmGenerate,
+            ApiKind::VllmGenerate,
             body(r#"{"model":"m","token_ids":["#, "[]", "]}"),
         ),
         (
             "documents",
-            Api::Rerank,
+            ApiKind::Rerank,
             body(r#"{"model":"m","documents":["#, r#""""#, "]}"),
         ),
-    ];
-    for (name, api, body) in cases {
+    ]
+}
+
+#[test]
+fn memory_use_stays_proportional_to_bodies() {
+    bodies_use_proportional_memory();
+    parsed_requests_use_little_memory();
+    response_scanners_use_little_memory();
+}
+
+#[expect(clippy::print_stdout, reason = "figures of a test")]
+fn bodies_use_proportional_memory() {
+    for (name, api, body) in chat_bodies().into_iter().chain(other_bodies()) {
         let mut kind = String::new();
         let took = peak(|| {
             kind = match parse(api, &body) {
-                Ok(request) if request.prompt == Prompt::TooMany => "too many".to_owned(),
+                Ok(request) if request.prompt == PromptInput::OverLimit => "too many".to_owned(),
                 Ok(_) => "read".to_owned(),
                 Err(error) => error.to_string(),
             }
@@ -136,71 +158,86 @@ fn no_body_and_no_answer_costs_many_times_its_bytes() {
             body.len() / MIB
         );
     }
-    let kept = [
+    let honest = body(r#"{"model":"m","prompt":["#, "12345", "]}");
+    let took = peak(|| {
+        assert!(matches!(
+            parse(ApiKind::Completions, &honest).unwrap().prompt,
+            PromptInput::Tokens(_)
+        ))
+    });
+    assert!(took < 3 * honest.len(), "tokens: {} MiB", took / MIB);
+}
+
+/// Requests with as many parts as are parsed.
+fn largest_parsed_bodies() -> Vec<HostileBody> {
+    vec![
         (
             "messages",
-            Api::ChatCompletions,
+            ApiKind::ChatCompletions,
             most(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
         ),
         (
             "parts",
-            Api::ChatCompletions,
-            most(&format!("{message}["), "{}", "]}]}"),
+            ApiKind::ChatCompletions,
+            most(&format!("{MESSAGE}["), "{}", "]}]}"),
         ),
         (
             "bare parts",
-            Api::ChatCompletions,
-            most(&format!("{message}["), r#""""#, "]}]}"),
+            ApiKind::ChatCompletions,
+            most(&format!("{MESSAGE}["), r#""""#, "]}]}"),
         ),
         (
             "tools",
-            Api::ChatCompletions,
-            most(&format!("{message}\"x\"}}],\"tools\":["), "0", "]}"),
+            ApiKind::ChatCompletions,
+            most(&format!("{MESSAGE}\"x\"}}],\"tools\":["), "0", "]}"),
         ),
         (
             "lists",
-            Api::ChatCompletions,
-            most(&format!("{message}\"x\"}}],\"documents\":["), "[]", "]}"),
+            ApiKind::ChatCompletions,
+            most(&format!("{MESSAGE}\"x\"}}],\"documents\":["), "[]", "]}"),
         ),
         (
             "objects",
-            Api::ChatCompletions,
+            ApiKind::ChatCompletions,
             most(
-                &format!("{message}\"x\"}}],\"documents\":["),
+                &format!("{MESSAGE}\"x\"}}],\"documents\":["),
                 r#"{"":0}"#,
                 "]}",
             ),
         ),
         (
             "turns",
-            Api::Messages,
+            ApiKind::Messages,
             most(
                 r#"{"model":"m","messages":["#,
                 r#"{"role":"user","content":""}"#,
                 "]}",
             ),
         ),
-    ];
-    for (name, api, body) in kept {
-        let took =
-            peak(|| assert_ne!(parse(api, &body).unwrap().prompt, Prompt::TooMany, "{name}"));
+    ]
+}
+
+#[expect(clippy::print_stdout, reason = "figures of a test")]
+fn parsed_requests_use_little_memory() {
+    for (name, api, body) in largest_parsed_bodies() {
+        let took = peak(|| {
+            assert_ne!(
+                parse(api, &body).unwrap().prompt,
+                PromptInput::OverLimit,
+                "{name}"
+            )
+        });
         println!(
-            "{name} that are looked at: {} MiB for {} KiB",
+            "{name} that are parsed: {} MiB for {} KiB",
             took / MIB,
             body.len() >> 10
         );
         assert!(took < 96 * MIB, "{name}: {} MiB", took / MIB);
     }
-    let honest = body(r#"{"model":"m","prompt":["#, "12345", "]}");
-    let took = peak(|| {
-        assert!(matches!(
-            parse(Api::Completions, &honest).unwrap().prompt,
-            Prompt::Tokens(_)
-        ))
-    });
-    assert!(took < 3 * honest.len(), "tokens: {} MiB", took / MIB);
+}
 
-    for kind in [Kind::EventStream, Kind::Whole] {
+fn response_scanners_use_little_memory() {
+    for kind in [ResponseEncoding::EventStream, ResponseEncoding::Document] {
         for piece in [
             "data: {\"choices\":[{}],\"usage\":null",
             "[",

@@ -1,6 +1,6 @@
-//! A whole decision in process, from the bytes of a body to a booked worker, beside the sum of its stages done alone: the
-//! JSON parsed into borrowed texts, the template by hand, the tokenizer on what is new, the blocks of what is new, and the
-//! route of a prompt that is hashed already.
+//! A complete decision in process, from a request body to a booked worker, compared with the sum of
+//! its stages run alone: JSON parsed into borrowed strings, a hand-written template, tokenization
+//! and hashing of the new part only, and the route of an already hashed prompt.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -8,123 +8,141 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use fastokens::Tokenizer;
 use serde::Deserialize;
-use warmroute::block::{BlockHashes, Salt};
+use warmroute_core::block::{BlockHashes, CacheSalt};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::Run;
-use super::bed::{BLOCK, Bed};
-use super::chats::{body, by_hand, encoder, fast_library, messages};
-use super::duel::cpu;
+use super::LimitRun;
+use super::bed::{BLOCK, DecisionPipeline};
+use super::chats::{body, encoder, fast_library, messages, render_by_hand};
+use warmroute_testbed::comparison::{ComparedMeasure, measure_cpu};
 
 const RANKS: u32 = 64;
-/// Ends a piece of a prompt that can be tokenised for itself.
+/// Ends a part of a prompt that can be tokenized separately.
 const END: &str = "<|im_end|>";
 
-/// A request as the least that has to be read of it.
+/// The minimal parsed request.
 #[derive(Deserialize)]
-struct Least<'b> {
+struct MinimalChat<'b> {
     #[serde(borrow)]
-    messages: Vec<LeastMessage<'b>>,
+    messages: Vec<MinimalMessage<'b>>,
 }
 
 #[derive(Deserialize)]
-struct LeastMessage<'b> {
+struct MinimalMessage<'b> {
     role: &'b str,
     #[serde(borrow)]
     content: Cow<'b, str>,
 }
 
-pub(super) fn measure(run: &mut Run) {
+pub(super) fn measure(run: &mut LimitRun) {
     for (name, count, bytes) in [("4k tokens", 20, 800), ("32k tokens", 50, 2600)] {
         let names = ["cold", "warm"].map(|state| format!("whole decision, {name}, {state}"));
         if names.iter().any(|name| run.wants(name)) {
-            let mut pair = Pair::new();
+            let mut staged = StagedDecision::new();
             let rounds: Vec<_> = (0..=run.rounds)
-                .map(|chat| pair.round(chat, (count, bytes)))
+                .map(|chat| staged.measure_chat(chat, count, bytes))
                 .collect();
-            let column = |of: fn(&Round) -> f64| rounds[1..].iter().map(of).collect::<Vec<_>>();
-            run.enter(
-                (&names[0], "us", Some(1.15)),
-                &column(|round| round.cold.0),
-                &column(|round| round.cold.1),
+            let column =
+                |of: fn(&DecisionTimes) -> f64| rounds[1..].iter().map(of).collect::<Vec<_>>();
+            run.add(
+                ComparedMeasure::new(&names[0], "us", Some(1.15)),
+                &column(|round| round.cold.stages),
+                &column(|round| round.cold.warmroute),
             );
-            run.enter(
-                (&names[1], "us", Some(1.15)),
-                &column(|round| round.warm.0),
-                &column(|round| round.warm.1),
+            run.add(
+                ComparedMeasure::new(&names[1], "us", Some(1.15)),
+                &column(|round| round.warm.stages),
+                &column(|round| round.warm.warmroute),
             );
         }
     }
 }
 
-/// What the sum of the stages took, and what we took.
-struct Round {
-    cold: (f64, f64),
-    warm: (f64, f64),
+/// Measurements of one chat: new, and with its next turn.
+struct DecisionTimes {
+    cold: SideTimes,
+    warm: SideTimes,
 }
 
-/// Ours, and what the stages need when each is alone.
-struct Pair {
-    bed: Bed,
+/// Microseconds of one decision.
+#[derive(Clone, Copy, Default)]
+struct SideTimes {
+    /// The separate stages.
+    stages: f64,
+    warmroute: f64,
+}
+
+/// Warmroute and the state of the separate stages.
+struct StagedDecision {
+    pipeline: DecisionPipeline,
     library: Tokenizer,
-    /// The tokens of each message, as the least that one can keep.
+    /// The tokens of each message, the minimum to cache.
     known: HashMap<u128, Vec<u32>>,
 }
 
-impl Pair {
+impl StagedDecision {
     fn new() -> Self {
         Self {
-            bed: Bed::new(encoder(1 << 30), RANKS),
+            pipeline: DecisionPipeline::new(encoder(1 << 30), RANKS),
             library: fast_library(),
             known: HashMap::new(),
         }
     }
 
-    /// A chat that nobody has seen, and then its next turn.
-    fn round(&mut self, chat: usize, (count, bytes): (usize, usize)) -> Round {
+    /// Measures a new chat and then its next turn.
+    fn measure_chat(&mut self, chat: usize, count: usize, bytes: usize) -> DecisionTimes {
         let messages = messages(chat, count, bytes);
-        let [mut cold, mut warm] = [(0.0, 0.0); 2];
         let mut known = 0;
-        for (upto, times) in [(count - 2, &mut cold), (count, &mut warm)] {
-            let body = Bytes::from(body(&messages[..upto]));
-            let (ours, hashes, booked) = self.bed.decide(&body);
-            drop(booked);
-            *times = (self.stages(&body, &hashes, known), ours);
-            self.bed.store(chat % RANKS as usize, &hashes);
+        let [cold, warm] = [count - 2, count].map(|end| {
+            let body = Bytes::from(body(&messages[..end]));
+            let decision = self.pipeline.decide(&body);
+            let micros = decision.micros;
+            let hashes = decision.into_hashes();
+            let stages = self.measure_stages(&body, &hashes, known);
+            self.pipeline.store(chat % RANKS as usize, &hashes);
             known = hashes.len();
-        }
-        Round { cold, warm }
+            SideTimes {
+                stages,
+                warmroute: micros,
+            }
+        });
+        DecisionTimes { cold, warm }
     }
 
-    /// Microseconds of all stages, each alone, for the same request, of which so many blocks came before.
-    fn stages(&mut self, body: &Bytes, hashes: &BlockHashes, known: usize) -> f64 {
-        let mut least = None;
-        let json = cpu(|| least = serde_json::from_slice::<Least<'_>>(body).ok());
-        let least = least.expect("a chat");
-        let said = || {
-            least
-                .messages
+    /// Returns the microseconds of all stages, each alone, for the same request with `known` cached
+    /// blocks.
+    fn measure_stages(&mut self, body: &Bytes, hashes: &BlockHashes, known: usize) -> f64 {
+        let mut chat = None;
+        let json = measure_cpu(|| chat = serde_json::from_slice::<MinimalChat<'_>>(body).ok());
+        let chat = chat.expect("a chat");
+        let messages = || {
+            chat.messages
                 .iter()
                 .map(|message| (message.role, &*message.content))
         };
         let mut text = String::new();
-        let template = cpu(|| text = by_hand(said(), body.len()));
+        let template = measure_cpu(|| text = render_by_hand(messages(), body.len()));
         let mut tokens = Vec::new();
-        let tokenizer = cpu(|| tokens = self.tokens(&text));
+        let tokenizer = measure_cpu(|| tokens = self.tokens(&text));
         assert_eq!(
-            BlockHashes::of(&tokens, BLOCK, &Salt::default()),
+            BlockHashes::from_tokens(&tokens, BLOCK, &CacheSalt::default()),
             *hashes,
-            "the stages make the same prompt"
+            "the stages produce the same prompt"
         );
-        let hash =
-            cpu(|| BlockHashes::of(&tokens[known * BLOCK.tokens()..], BLOCK, &Salt::default()));
-        let mut booked = None;
-        let route = cpu(|| booked = Some(self.bed.route(hashes)));
-        drop(booked);
+        let hash = measure_cpu(|| {
+            BlockHashes::from_tokens(
+                &tokens[known * BLOCK.tokens()..],
+                BLOCK,
+                &CacheSalt::default(),
+            )
+        });
+        let mut placement = None;
+        let route = measure_cpu(|| placement = Some(self.pipeline.route(hashes)));
+        drop(placement);
         (json + template + tokenizer + hash + route) / 1e3
     }
 
-    /// The tokens of a prompt, of which the messages that came before are copied.
+    /// Returns the tokens of a prompt; those of earlier messages are copied.
     fn tokens(&mut self, text: &str) -> Vec<u32> {
         let mut all = Vec::with_capacity(text.len() / 3);
         for piece in text.split_inclusive(END) {

@@ -1,17 +1,29 @@
-//! From a conversation to the text of its prompt, beside code that was written for this one template.
+//! Rendering of a conversation with its template, compared with hand-written code for that
+//! template.
 
-use warmroute::openai::{self, Api};
+use serde_json::Value;
+use warmroute_tokens::openai::{self, ApiKind};
 
-use super::Run;
-use super::chats::{body, by_hand, encoder, messages};
-use super::duel::cpu;
+use super::LimitRun;
+use super::chats::{body, encoder, messages, render_by_hand};
+use warmroute_testbed::comparison::{ComparedMeasure, measure_cpu};
 
-/// Times that one round renders, so that the clock is no part of it.
+/// Renderings per round, so that the clock's cost is negligible.
 const TIMES: usize = 20;
-/// What a known template may take.
+/// Maximum duration of a known template in microseconds.
 const GOAL: f64 = 10.0;
 
-pub(super) fn measure(run: &mut Run) {
+/// Mean CPU time of one call.
+fn microseconds(call: impl Fn() -> usize) -> f64 {
+    let total = measure_cpu(|| {
+        (0..TIMES)
+            .map(|_| std::hint::black_box(call()))
+            .sum::<usize>()
+    });
+    total / 1e3 / TIMES as f64
+}
+
+pub(super) fn measure(run: &mut LimitRun) {
     let encoder = encoder(0);
     for (name, count, bytes) in [
         ("50 messages of 80 B", 50, 80),
@@ -19,54 +31,43 @@ pub(super) fn measure(run: &mut Run) {
         ("500 messages of 2.6 KB", 500, 2600),
     ] {
         let messages = messages(0, count, bytes);
-        let request = openai::parse(Api::ChatCompletions, &body(&messages)).expect("a chat");
-        let said = || {
-            messages
-                .iter()
-                .map(|message| (message["role"].as_str(), message["content"].as_str()))
-        };
-        let said: Vec<(&str, &str)> = said()
-            .map(|(role, text)| (role.expect("one"), text.expect("one")))
+        let request = openai::parse(ApiKind::ChatCompletions, &body(&messages)).expect("a chat");
+        let field =
+            |message: &'_ Value, name: &str| message[name].as_str().expect("a string").to_owned();
+        let parts: Vec<(String, String)> = messages
+            .iter()
+            .map(|message| (field(message, "role"), field(message, "content")))
             .collect();
-        let hand = || by_hand(said.iter().copied(), count * bytes);
+        let hand = || {
+            let parts = parts
+                .iter()
+                .map(|(role, text)| (role.as_str(), text.as_str()));
+            render_by_hand(parts, count * bytes)
+        };
         assert_eq!(
             encoder
                 .render(&request)
-                .expect("the template takes it")
+                .expect("the template renders it")
                 .texts()[0],
             hand()
         );
-        let theirs = || {
-            cpu(|| {
-                (0..TIMES)
-                    .map(|_| std::hint::black_box(hand()).len())
-                    .sum::<usize>()
-            }) / 1e3
-                / TIMES as f64
-        };
+        let hand_written = || microseconds(|| hand().len());
         let render = || {
             encoder
                 .render(&request)
-                .expect("the template takes it")
+                .expect("the template renders it")
                 .texts()[0]
                 .len()
         };
-        let ours = || {
-            cpu(|| {
-                (0..TIMES)
-                    .map(|_| std::hint::black_box(render()))
-                    .sum::<usize>()
-            }) / 1e3
-                / TIMES as f64
-        };
-        run.duel(
-            (&format!("chat template, {name}"), "us", None),
-            theirs,
+        let ours = || microseconds(render);
+        run.compare(
+            ComparedMeasure::new(&format!("chat template, {name}"), "us", None),
+            hand_written,
             ours,
         );
         if bytes * count == 50 * 2600 {
-            run.duel(
-                (
+            run.compare(
+                ComparedMeasure::new(
                     &format!("chat template, {name}, beside {GOAL} us"),
                     "us",
                     Some(1.0),

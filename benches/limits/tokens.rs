@@ -1,4 +1,4 @@
-//! From texts to tokens: documents that nobody sent before, the next turn of a chat, and words that are sent to harm.
+//! Tokenization: new documents, the next turn of a chat, and adversarial words.
 
 use std::path::Path;
 
@@ -7,14 +7,14 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
 use tokenizers::{ModelWrapper, Tokenizer};
-use warmroute::block::{Salt, Windows};
-use warmroute::openai::{self, Api, Request};
-use warmroute::prompt::{Encoder, Tokens};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::{BlockWindows, CacheSalt};
+use warmroute_core::worker::BlockSize;
+use warmroute_tokens::openai::{self, ApiKind, ApiRequest};
+use warmroute_tokens::prompt::{Encoder, PromptTokens};
 
-use super::Run;
+use super::LimitRun;
 use super::chats::{encoder, library};
-use super::duel::cpu;
+use warmroute_testbed::comparison::{ComparedMeasure, measure_cpu};
 
 /// Bytes of a document; some 32,000 tokens.
 const DOCUMENT: usize = 128 << 10;
@@ -23,11 +23,12 @@ const MESSAGE: usize = 2600;
 const WORD: usize = 1 << 20;
 const BLOCK: BlockSize = BlockSize(std::num::NonZeroU32::new(16).expect("16 is not zero"));
 
-/// What the slowest hostile text may take, and the next turn of a chat.
+/// Maximum duration of the slowest adversarial text, in milliseconds.
 const WORST: f64 = 50.0;
+/// Maximum duration of a chat's next turn, in microseconds.
 const TURN: f64 = 20.0;
 
-pub(super) fn measure(run: &mut Run) {
+pub(super) fn measure(run: &mut LimitRun) {
     let documents = documents();
     let library = library();
     first_time(run, &documents, &library);
@@ -36,12 +37,10 @@ pub(super) fn measure(run: &mut Run) {
     hostile(run);
 }
 
-/// All texts of this repository, cut to documents of one length, no two alike, prose and code in turns.
+/// Returns the texts of this repository, cut to documents of equal length, prose and code in turns.
 fn documents() -> Vec<String> {
-    let (mut files, mut folders) = (
-        Vec::new(),
-        vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()],
-    );
+    let mut files = Vec::new();
+    let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).expect("the repository").flatten() {
             let path = entry.path();
@@ -51,7 +50,7 @@ fn documents() -> Vec<String> {
             } else if path.extension().is_some_and(|kind| {
                 ["rs", "md", "yaml", "json", "py"]
                     .iter()
-                    .any(|of| kind == *of)
+                    .any(|extension| kind == *extension)
             }) {
                 files.push(path);
             }
@@ -59,7 +58,7 @@ fn documents() -> Vec<String> {
     }
     files.sort_by_key(|path| {
         path.metadata()
-            .map(|about| about.len() % 9973)
+            .map(|metadata| metadata.len() % 9973)
             .unwrap_or_default()
     });
     let all: String = files
@@ -76,18 +75,22 @@ fn documents() -> Vec<String> {
     documents
 }
 
-fn completion(text: &str) -> Request {
+fn completion(text: &str) -> ApiRequest {
     let body = json!({"model": "m", "prompt": text}).to_string();
-    openai::parse(Api::Completions, body.as_bytes()).expect("a completion")
+    openai::parse(ApiKind::Completions, body.as_bytes()).expect("a completion")
 }
 
-/// Microseconds that a request takes to become tokens, and these.
-fn tokenize(encoder: &Encoder, request: &Request, apart: Option<&str>) -> (f64, Tokens) {
-    let rendered = encoder.render(request).expect("the template takes it");
+/// Returns the microseconds of tokenization, and the tokens.
+fn tokenize(
+    encoder: &Encoder,
+    request: &ApiRequest,
+    cache_namespace: Option<&str>,
+) -> (f64, PromptTokens) {
+    let rendered = encoder.render(request).expect("the template renders it");
     let mut tokens = Vec::new();
-    let took = cpu(|| {
+    let took = measure_cpu(|| {
         tokens = encoder
-            .tokenize_resuming(&rendered, apart)
+            .tokenize_cached(&rendered, cache_namespace)
             .expect("its tokens")
     });
     (took / 1e3, tokens.remove(0))
@@ -95,7 +98,7 @@ fn tokenize(encoder: &Encoder, request: &Request, apart: Option<&str>) -> (f64, 
 
 fn library_tokenizes(library: &Tokenizer, text: &str) -> (f64, Vec<u32>) {
     let mut tokens = Vec::new();
-    let took = cpu(|| {
+    let took = measure_cpu(|| {
         tokens = library
             .encode_fast(text, false)
             .expect("its tokens")
@@ -105,8 +108,8 @@ fn library_tokenizes(library: &Tokenizer, text: &str) -> (f64, Vec<u32>) {
     (took / 1e3, tokens)
 }
 
-/// Each document once, with the word caches of both as documents before it have left them.
-fn first_time(run: &mut Run, documents: &[String], library: &Tokenizer) {
+/// Measures each document once; both word caches are warm from previous documents.
+fn first_time(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
     let name = "tokenise 32k tokens, first time seen";
     if !run.wants(name) {
         return;
@@ -117,7 +120,8 @@ fn first_time(run: &mut Run, documents: &[String], library: &Tokenizer) {
         tokenize(&encoder, &completion(document), None);
         library_tokenizes(library, document);
     }
-    let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+    let mut theirs = Vec::new();
+    let mut ours = Vec::new();
     for document in fresh.iter().take(run.rounds) {
         let (took, known) = library_tokenizes(library, document);
         theirs.push(took);
@@ -125,16 +129,17 @@ fn first_time(run: &mut Run, documents: &[String], library: &Tokenizer) {
         ours.push(took);
         assert_eq!(tokens[..], known);
     }
-    run.enter((name, "us", Some(0.02)), &theirs, &ours);
+    run.add(ComparedMeasure::new(name, "us", Some(0.02)), &theirs, &ours);
 }
 
-/// The same by encoders whose fast way was only just made, which have no word but those of the hard texts in their caches.
-fn just_loaded(run: &mut Run, documents: &[String], library: &Tokenizer) {
+/// Measures the same with new encoders, with only the words of the hard texts in their caches.
+fn just_loaded(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
     let name = "tokenise 32k tokens, first request to the fast way";
     if !run.wants(name) {
         return;
     }
-    let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+    let mut theirs = Vec::new();
+    let mut ours = Vec::new();
     for document in documents.iter().rev().take(run.rounds.min(5)) {
         let (took, known) = library_tokenizes(&library.clone(), document);
         theirs.push(took);
@@ -142,10 +147,10 @@ fn just_loaded(run: &mut Run, documents: &[String], library: &Tokenizer) {
         ours.push(took);
         assert_eq!(tokens[..], known);
     }
-    run.enter((name, "us", Some(0.02)), &theirs, &ours);
+    run.add(ComparedMeasure::new(name, "us", Some(0.02)), &theirs, &ours);
 }
 
-fn chat(texts: &[&str]) -> Request {
+fn chat(texts: &[&str]) -> ApiRequest {
     let message = |(number, text): (usize, &&str)| -> Value {
         let role = if number.is_multiple_of(2) {
             "user"
@@ -156,12 +161,12 @@ fn chat(texts: &[&str]) -> Request {
     };
     let messages: Vec<Value> = texts.iter().enumerate().map(message).collect();
     let body = json!({"model": "m", "messages": messages}).to_string();
-    openai::parse(Api::ChatCompletions, body.as_bytes()).expect("a chat")
+    openai::parse(ApiKind::ChatCompletions, body.as_bytes()).expect("a chat")
 }
 
-/// A chat of which all but the last one or two messages were tokenised before, beside the same chat from nothing. Every round
-/// is another chat.
-fn next_turn(run: &mut Run, documents: &[String]) {
+/// Measures a chat of which all but the last one or two messages were tokenized before, compared
+/// with the same chat uncached. Every round uses another chat.
+fn next_turn(run: &mut LimitRun, documents: &[String]) {
     let rows = [
         ("tokenise, one new message in a chat of 50", 1, false),
         ("tokenise, two new messages in a chat of 50", 2, false),
@@ -177,13 +182,16 @@ fn next_turn(run: &mut Run, documents: &[String]) {
             continue;
         }
         let encoder = encoder(1 << 30);
-        let timed = |request: &Request, apart: &str| {
-            let (took, tokens) = tokenize(&encoder, request, Some(apart));
-            let hash =
-                cpu(|| hashing.then(|| tokens.hashes(&Salt::default(), BLOCK, Windows::Plain)));
+        let timed = |request: &ApiRequest, cache_namespace: &str| {
+            let (took, tokens) = tokenize(&encoder, request, Some(cache_namespace));
+            let hash = measure_cpu(|| {
+                hashing
+                    .then(|| tokens.block_hashes(&CacheSalt::default(), BLOCK, BlockWindows::Plain))
+            });
             (took + hash / 1e3, tokens)
         };
-        let (mut cold, mut warm) = (Vec::new(), Vec::new());
+        let mut cold = Vec::new();
+        let mut warm = Vec::new();
         let words: String = documents.concat();
         for round in 0..run.rounds {
             let start = words.floor_char_boundary(round * 37_003);
@@ -193,7 +201,8 @@ fn next_turn(run: &mut Run, documents: &[String]) {
                     &words[from..words.floor_char_boundary(from + MESSAGE)]
                 })
                 .collect();
-            let (before, whole) = (chat(&texts[..MESSAGES - new]), chat(&texts));
+            let before = chat(&texts[..MESSAGES - new]);
+            let whole = chat(&texts);
             let (took, known) = timed(&whole, &format!("cold {round}"));
             cold.push(took);
             timed(&before, &format!("warm {round}"));
@@ -201,17 +210,21 @@ fn next_turn(run: &mut Run, documents: &[String]) {
             warm.push(took);
             assert_eq!(tokens, known);
         }
-        run.enter((name, "us", Some(0.05)), &cold, &warm);
+        run.add(ComparedMeasure::new(name, "us", Some(0.05)), &cold, &warm);
         if new == 1 {
-            run.enter((&absolute, "us", Some(1.0)), &[TURN], &warm);
+            run.add(
+                ComparedMeasure::new(&absolute, "us", Some(1.0)),
+                &[TURN],
+                &warm,
+            );
         }
     }
 }
 
-/// The vocabulary as the linear byte pair encoding of the `bpe` crate has it.
+/// Returns the vocabulary in the format of the `bpe` crate's linear byte pair encoding.
 fn linear(library: &Tokenizer) -> BytePairEncoding {
     let ModelWrapper::BPE(model) = library.get_model() else {
-        panic!("it is a byte pair encoding")
+        panic!("not a byte pair encoding")
     };
     let mut tokens: Vec<(u32, String)> = model
         .get_vocab()
@@ -233,11 +246,11 @@ fn linear(library: &Tokenizer) -> BytePairEncoding {
     BytePairEncoding::from_dictionary(tokens, Some(factor))
 }
 
-fn hostile(run: &mut Run) {
-    let mut dice = StdRng::seed_from_u64(7);
-    let mut of = |letters: &[u8]| -> String {
+fn hostile(run: &mut LimitRun) {
+    let mut rng = StdRng::seed_from_u64(7);
+    let mut random_text = |letters: &[u8]| -> String {
         (0..WORD)
-            .map(|_| char::from(letters[dice.random_range(0..letters.len())]))
+            .map(|_| char::from(letters[rng.random_range(0..letters.len())]))
             .collect()
     };
     let lower: Vec<u8> = (b'a'..=b'z').collect();
@@ -246,8 +259,9 @@ fn hostile(run: &mut Run) {
         .chain(b'0'..=b'9')
         .chain(*b"+/")
         .collect();
-    let (letters, base64) = (of(&lower), of(&base64));
-    let bytes: Vec<u8> = (0..WORD).map(|_| dice.random()).collect();
+    let letters = random_text(&lower);
+    let base64 = random_text(&base64);
+    let bytes: Vec<u8> = (0..WORD).map(|_| rng.random()).collect();
     let texts = [
         ("one letter", "a".repeat(WORD)),
         ("spaces", " ".repeat(WORD)),
@@ -263,16 +277,26 @@ fn hostile(run: &mut Run) {
     {
         return;
     }
-    let (encoder, linear) = (encoder(1 << 28), linear(&library()));
+    let encoder = encoder(1 << 28);
+    let linear = linear(&library());
     for (name, text) in &texts {
         let request = completion(text);
-        let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+        let mut theirs = Vec::new();
+        let mut ours = Vec::new();
         for _ in 0..run.rounds.min(7) {
-            theirs.push(cpu(|| linear.encode_via_backtracking(text.as_bytes())) / 1e6);
+            theirs.push(measure_cpu(|| linear.encode_via_backtracking(text.as_bytes())) / 1e6);
             ours.push(tokenize(&encoder, &request, None).0 / 1e3);
         }
-        run.enter((&hostile_name(name), "ms", Some(3.0)), &theirs, &ours);
-        run.enter((&worst_name(name), "ms", Some(1.0)), &[WORST], &ours);
+        run.add(
+            ComparedMeasure::new(&hostile_name(name), "ms", Some(3.0)),
+            &theirs,
+            &ours,
+        );
+        run.add(
+            ComparedMeasure::new(&worst_name(name), "ms", Some(1.0)),
+            &[WORST],
+            &ours,
+        );
     }
 }
 

@@ -1,30 +1,29 @@
-//! Warmroute beside the crate that the field goes by: both do the same work in one process, in turns, and must give the
-//! same answers.
+//! Compares warmroute with dynamo-kv-router, the router of NVIDIA Dynamo. Both sides do the same
+//! work in one process, alternately, and must return equal results.
 
 mod args;
-#[path = "../support/duel.rs"]
-mod duel;
 mod memory;
 mod rows;
 mod sides;
 mod trace;
 mod workload;
 
-use args::Args;
+use args::PeerArgs;
 use clap::Parser;
-use trace::Request;
+use trace::TraceRequest;
+use warmroute_testbed::comparison::ComparisonTable;
 
 #[global_allocator]
-static ALLOCATOR: memory::Counted = memory::Counted;
+static ALLOCATOR: memory::CountingAllocator = memory::CountingAllocator;
 
-/// What all rows need.
-pub struct Bench {
-    args: Args,
-    requests: Vec<Request>,
+/// Arguments and requests of all rows.
+pub struct PeerBench {
+    args: PeerArgs,
+    requests: Vec<TraceRequest>,
 }
 
 fn main() -> anyhow::Result<()> {
-    let args = Args::parse();
+    let args = PeerArgs::parse();
     let mut requests = match &args.trace {
         Some(path) => trace::read(path)?,
         None => trace::synthetic(),
@@ -38,8 +37,8 @@ fn main() -> anyhow::Result<()> {
         requests.len(),
         blocks / requests.len().max(1)
     );
-    let bench = Bench { args, requests };
-    let mut table = duel::Table::default();
+    let bench = PeerBench { args, requests };
+    let mut table = ComparisonTable::default();
     rows::hash::run(&bench, &mut table);
     rows::index::run(&bench, &mut table);
     rows::crowd::run(&bench, &mut table);

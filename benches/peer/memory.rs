@@ -1,5 +1,6 @@
-//! What the heap holds and how often it was asked, of both sides by the same rule: a piece counts with what glibc's
-//! allocator takes for it. Counting is switched on for rows of memory alone; otherwise it costs one predictable branch.
+//! Heap size and allocator calls of both sides, measured by the same rule: an allocation counts
+//! with the size that glibc's allocator uses for it. Counting is enabled for the memory rows only;
+//! otherwise it costs one predictable branch.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
@@ -10,15 +11,15 @@ static LIVE: AtomicI64 = AtomicI64::new(0);
 static CALLS: AtomicU64 = AtomicU64::new(0);
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
-/// The system's allocator, counted.
-pub struct Counted;
+/// The system allocator with counters.
+pub struct CountingAllocator;
 
-/// What glibc takes for a piece: a header of 8 bytes, whole 16, at least 32.
-fn taken(size: usize) -> i64 {
+/// Size of an allocation in glibc: an 8-byte header, rounded up to 16 bytes, at least 32.
+fn allocation_size(size: usize) -> i64 {
     ((size + 8).next_multiple_of(16)).max(32) as i64
 }
 
-fn note(change: i64, calls: u64, bytes: usize) {
+fn count(change: i64, calls: u64, bytes: usize) {
     if COUNTING.load(Relaxed) {
         LIVE.fetch_add(change, Relaxed);
         CALLS.fetch_add(calls, Relaxed);
@@ -26,61 +27,61 @@ fn note(change: i64, calls: u64, bytes: usize) {
     }
 }
 
-// SAFETY: every call is handed to the system's allocator unchanged; only numbers are kept beside it. A global allocator
-// cannot be had without unsafe, and nothing else tells what both sides hold by one rule.
-unsafe impl GlobalAlloc for Counted {
+// SAFETY: every call is forwarded to the system allocator unchanged; only counters are updated. A
+// global allocator requires unsafe code, and no other method measures both sides alike.
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note(taken(layout.size()), 1, layout.size());
-        // SAFETY: as the caller promised.
+        count(allocation_size(layout.size()), 1, layout.size());
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        note(taken(layout.size()), 1, layout.size());
-        // SAFETY: as the caller promised.
+        count(allocation_size(layout.size()), 1, layout.size());
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
 
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        note(-taken(layout.size()), 0, 0);
-        // SAFETY: as the caller promised.
-        unsafe { System.dealloc(at, layout) }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-allocation_size(layout.size()), 0, 0);
+        // SAFETY: guaranteed by the caller.
+        unsafe { System.dealloc(pointer, layout) }
     }
 
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        note(
-            taken(size) - taken(layout.size()),
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(
+            allocation_size(size) - allocation_size(layout.size()),
             1,
             size.saturating_sub(layout.size()),
         );
-        // SAFETY: as the caller promised.
-        unsafe { System.realloc(at, layout, size) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { System.realloc(pointer, layout, size) }
     }
 }
 
-/// Calls of the allocator, and the bytes they asked for.
+/// Allocator calls and requested bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Asked {
+pub struct AllocatorUsage {
     pub calls: u64,
     pub bytes: u64,
 }
 
-/// Bytes that a value holds on the heap, with all that is made while it is built and stays. It is dropped before this
-/// answers, and all of it must be gone then.
-pub fn held<T>(build: impl FnOnce() -> T) -> f64 {
+/// Returns the heap bytes of a value, including everything that building it leaves behind. The
+/// value is dropped before this returns, and all its memory must be released by then.
+pub fn heap_bytes<T>(build: impl FnOnce() -> T) -> f64 {
     let before = LIVE.load(Relaxed);
     COUNTING.store(true, Relaxed);
     let built = build();
     let held = LIVE.load(Relaxed) - before;
     drop(built);
-    let gone = || (LIVE.load(Relaxed) - before).abs() < 1_000_000 + held / 50;
-    // Threads that it has told to end may still hold something.
+    let is_released = || (LIVE.load(Relaxed) - before).abs() < 1_000_000 + held / 50;
+    // Threads that were asked to stop may still hold memory.
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !gone() && Instant::now() < deadline {
+    while !is_released() && Instant::now() < deadline {
         std::thread::yield_now();
     }
     assert!(
-        gone(),
+        is_released(),
         "{} of {held} bytes are left after it was dropped",
         LIVE.load(Relaxed) - before
     );
@@ -88,13 +89,14 @@ pub fn held<T>(build: impl FnOnce() -> T) -> f64 {
     held as f64
 }
 
-/// What some work asks of the allocator.
-pub fn asked(work: impl FnOnce()) -> Asked {
-    let (calls, bytes) = (CALLS.load(Relaxed), BYTES.load(Relaxed));
+/// Counts the allocations of some work.
+pub fn count_allocations(work: impl FnOnce()) -> AllocatorUsage {
+    let calls = CALLS.load(Relaxed);
+    let bytes = BYTES.load(Relaxed);
     COUNTING.store(true, Relaxed);
     work();
     COUNTING.store(false, Relaxed);
-    Asked {
+    AllocatorUsage {
         calls: CALLS.load(Relaxed) - calls,
         bytes: BYTES.load(Relaxed) - bytes,
     }

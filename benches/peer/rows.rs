@@ -1,4 +1,4 @@
-//! The rows of the table, by what they measure.
+//! The rows of the table, one module per subject.
 
 pub mod approximate;
 pub mod booking;
@@ -7,5 +7,5 @@ pub mod hash;
 pub mod index;
 pub mod selection;
 
-/// What is measured, in what unit, and the largest ratio that is good enough.
-pub type Goal = (&'static str, &'static str, Option<f64>);
+/// Name of the measure, its unit, and the largest acceptable ratio.
+pub type StaticMeasure = warmroute_testbed::comparison::ComparedMeasure<'static>;

@@ -1,6 +1,6 @@
-//! The index of both sides behind the same questions: apply these events and say what it cost, answer this query. Each
-//! side's events are applied by a thread of its own, as both do when they serve, and the time is that thread's CPU from
-//! the first event to the end of the last.
+//! The index of both sides behind one interface: apply events and measure the cost, answer a query.
+//! Each side applies events on a separate thread, as both do in production. The time is the CPU
+//! time of that thread from the first event to the end of the last.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,22 +16,23 @@ use dynamo_kv_router::protocols::{
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, OverlapScores, SyncIndexer};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-use warmroute::block::{BlockHashes, EngineHash};
-use warmroute::index::{KvEvent, Outcome, Overlaps, PrefixIndex, RankWriter, StoredBlock};
-use warmroute::tier::Tier;
-use warmroute::worker::Slot;
+use warmroute_core::block::{BlockHashes, EngineHash, StorageTier};
+use warmroute_core::index::{
+    ApplyOutcome, KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock,
+};
+use warmroute_core::worker::RankSlot;
 
-use crate::duel::thread_cpu;
-use crate::workload::{Change, Event};
+use crate::workload::{CacheChange, WorkerEvent};
+use warmroute_testbed::comparison::thread_cpu_nanos;
 
-/// The peer: its compressed radix tree, and a thread that runs its own loop over events.
-pub struct Peer {
+/// The peer: its compressed radix tree, and a thread that runs its event loop.
+pub struct PeerIndex {
     pub tree: Arc<ConcurrentRadixTreeCompressed>,
     tasks: flume::Sender<WorkerTask>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Peer {
+impl PeerIndex {
     pub fn new() -> Self {
         let tree = Arc::new(ConcurrentRadixTreeCompressed::new());
         let (tasks, receiver) = flume::unbounded();
@@ -39,7 +40,7 @@ impl Peer {
         let run = move || {
             worker
                 .worker(receiver, None)
-                .expect("its loop ends when it is told to")
+                .expect("the event loop ends after Terminate")
         };
         Self {
             tree,
@@ -48,118 +49,121 @@ impl Peer {
         }
     }
 
-    /// Applies events; nanoseconds of its thread.
+    /// Applies events. Returns nanoseconds of CPU time of its thread.
     pub fn apply(&self, events: Vec<RouterEvent>) -> f64 {
-        let (gate, closed) = mpsc::channel();
-        let start = self.mark(Some(closed));
+        let (gate, gate_rx) = mpsc::channel();
+        let start = self.send_marker(Some(gate_rx));
         events
             .into_iter()
             .for_each(|event| self.send(WorkerTask::Event(event)));
-        let end = self.mark(None);
+        let end = self.send_marker(None);
         gate.send(()).expect("the thread waits for this");
-        let start = start.passed();
-        end.passed() - start
+        let start = start.cpu_time();
+        end.cpu_time() - start
     }
 
-    /// Sends a mark that its thread passes between two events, after it has waited at a gate if there is one. What tells
-    /// us is the waker of its own acknowledgement, which it calls on its thread.
-    fn mark(&self, gate: Option<mpsc::Receiver<()>>) -> Passed {
-        let (passed, told) = mpsc::channel();
+    /// Sends a marker that the thread passes between two events, after waiting at the gate if there
+    /// is one. The waker of the peer's own acknowledgement reports the time, because the peer calls
+    /// it on its thread.
+    fn send_marker(&self, gate: Option<mpsc::Receiver<()>>) -> MarkerReport {
+        let (report_tx, report_rx) = mpsc::channel();
         let (sender, mut acknowledged) = oneshot::channel();
-        let waker = Waker::from(Arc::new(Mark {
-            passed,
+        let waker = Waker::from(Arc::new(MarkerTask {
+            report_tx,
             gate: Mutex::new(gate),
         }));
         let first = Pin::new(&mut acknowledged).poll(&mut Context::from_waker(&waker));
-        assert!(matches!(first, Poll::Pending), "nobody has answered yet");
+        assert!(matches!(first, Poll::Pending), "not acknowledged yet");
         self.send(WorkerTask::Flush(sender));
-        Passed {
-            told,
+        MarkerReport {
+            report_rx,
             _acknowledged: acknowledged,
         }
     }
 
     fn send(&self, task: WorkerTask) {
-        assert!(self.tasks.send(task).is_ok(), "its thread lives");
+        assert!(self.tasks.send(task).is_ok(), "the peer thread is running");
     }
 }
 
-impl Drop for Peer {
+impl Drop for PeerIndex {
     fn drop(&mut self) {
         self.send(WorkerTask::Terminate);
         self.thread
             .take()
             .into_iter()
-            .for_each(|thread| thread.join().expect("its thread ends well"));
+            .for_each(|thread| thread.join().expect("the peer thread does not panic"));
     }
 }
 
-/// What a mark says; it needs the receiver that it is the waker of.
-struct Passed {
-    told: mpsc::Receiver<f64>,
+/// The report of a marker. It owns the acknowledgement receiver, whose waker is the marker.
+struct MarkerReport {
+    report_rx: mpsc::Receiver<f64>,
     _acknowledged: oneshot::Receiver<()>,
 }
 
-impl Passed {
-    /// The CPU that the thread had used when it passed.
-    fn passed(self) -> f64 {
-        self.told.recv().expect("its thread lives")
+impl MarkerReport {
+    /// CPU time of the thread when it passed the marker.
+    fn cpu_time(self) -> f64 {
+        self.report_rx.recv().expect("the peer thread is running")
     }
 }
 
-struct Mark {
-    passed: mpsc::Sender<f64>,
+struct MarkerTask {
+    report_tx: mpsc::Sender<f64>,
     gate: Mutex<Option<mpsc::Receiver<()>>>,
 }
 
-impl Wake for Mark {
+impl Wake for MarkerTask {
     fn wake(self: Arc<Self>) {
         if let Some(gate) = self.gate.lock().take() {
             _ = gate.recv();
         }
-        _ = self.passed.send(thread_cpu());
+        _ = self.report_tx.send(thread_cpu_nanos());
     }
 }
 
-/// Our side: an index and the writers of its ranks.
-pub struct Ours {
+/// Warmroute: an index and the writers of its ranks.
+pub struct OurIndex {
     pub index: Arc<PrefixIndex>,
     writers: Vec<RankWriter>,
 }
 
-impl Ours {
+impl OurIndex {
     pub fn new(ranks: u32) -> Self {
         let index = PrefixIndex::new();
-        let writers = (0..ranks).map(|slot| index.join(Slot(slot))).collect();
+        let writers = (0..ranks)
+            .map(|slot| index.create_writer(RankSlot(slot)))
+            .collect();
         Self { index, writers }
     }
 
-    /// Applies events; nanoseconds of the thread that does.
+    /// Applies events. Returns nanoseconds of CPU time of the applying thread.
     pub fn apply(&mut self, events: Vec<(u32, KvEvent)>) -> f64 {
         let writers = &mut self.writers;
         let apply = || {
-            let start = thread_cpu();
+            let start = thread_cpu_nanos();
             for (rank, event) in events {
                 let outcome = writers[rank as usize].apply(&event);
-                assert_eq!(outcome, Outcome::Ok, "an event that the peer applies");
+                assert_eq!(outcome, ApplyOutcome::Ok, "an event that the peer applies");
             }
-            thread_cpu() - start
+            thread_cpu_nanos() - start
         };
         std::thread::scope(|scope| {
             scope
                 .spawn(apply)
                 .join()
-                .expect("our writer does not panic")
+                .expect("the writer does not panic")
         })
     }
 }
 
-/// Events as the peer reads them.
-pub fn peer_events(events: &[Event]) -> Vec<RouterEvent> {
+/// Converts events to the peer's types.
+pub fn peer_events(events: &[WorkerEvent]) -> Vec<RouterEvent> {
     let numbered = events.iter().enumerate();
-    let event = |(number, event): (usize, &Event)| {
+    let event = |(number, event): (usize, &WorkerEvent)| {
         let data = match &event.change {
-            Change::Stored { parent, blocks } => KvCacheEventData::Stored(KvCacheStoreData {
+            CacheChange::Stored { parent, blocks } => KvCacheEventData::Stored(KvCacheStoreData {
                 parent_hash: parent.map(|parent| ExternalSequenceBlockHash(parent.0)),
                 start_position: None,
                 blocks: blocks
@@ -167,7 +171,7 @@ pub fn peer_events(events: &[Event]) -> Vec<RouterEvent> {
                     .map(|(local, sequence)| stored(local.0, sequence.0))
                     .collect(),
             }),
-            Change::Removed(blocks) => KvCacheEventData::Removed(KvCacheRemoveData {
+            CacheChange::Removed(blocks) => KvCacheEventData::Removed(KvCacheRemoveData {
                 block_hashes: blocks
                     .iter()
                     .map(|block| ExternalSequenceBlockHash(block.0))
@@ -195,11 +199,11 @@ fn stored(local: u64, sequence: u64) -> KvCacheStoredBlockData {
     }
 }
 
-/// Events as we read them.
-pub fn our_events(events: &[Event]) -> Vec<(u32, KvEvent)> {
-    let event = |event: &Event| {
+/// Converts events to warmroute's types.
+pub fn our_events(events: &[WorkerEvent]) -> Vec<(u32, KvEvent)> {
+    let event = |event: &WorkerEvent| {
         let change = match &event.change {
-            Change::Stored { parent, blocks } => KvEvent::Stored {
+            CacheChange::Stored { parent, blocks } => KvEvent::Stored {
                 parent: parent.map(|parent| EngineHash(parent.0)),
                 blocks: blocks
                     .iter()
@@ -208,11 +212,11 @@ pub fn our_events(events: &[Event]) -> Vec<(u32, KvEvent)> {
                         local,
                     })
                     .collect(),
-                tier: Tier::Device,
+                tier: StorageTier::Device,
             },
-            Change::Removed(blocks) => KvEvent::Removed {
+            CacheChange::Removed(blocks) => KvEvent::Removed {
                 blocks: blocks.iter().map(|block| EngineHash(block.0)).collect(),
-                tier: Tier::Device,
+                tier: StorageTier::Device,
             },
         };
         (event.rank, change)
@@ -220,7 +224,7 @@ pub fn our_events(events: &[Event]) -> Vec<(u32, KvEvent)> {
     events.iter().map(event).collect()
 }
 
-/// A prompt as the peer asks for it.
+/// Converts a prompt to the peer's type.
 pub fn peer_prompt(prompt: &BlockHashes) -> Vec<LocalBlockHash> {
     prompt
         .locals()
@@ -229,18 +233,18 @@ pub fn peer_prompt(prompt: &BlockHashes) -> Vec<LocalBlockHash> {
         .collect()
 }
 
-/// Both sides must have found the same, on every rank.
-pub fn assert_equal(what: &str, theirs: &OverlapScores, ours: &Overlaps) {
+/// Asserts that both sides found the same blocks on every rank.
+pub fn assert_equal(context: &str, theirs: &OverlapScores, ours: &Overlaps) {
     assert_eq!(
         theirs.scores.len(),
         ours.iter().count(),
-        "{what}: ranks that hold something"
+        "{context}: ranks that hold something"
     );
     for (worker, &blocks) in &theirs.scores {
-        let mine = ours.get(Slot(worker.worker_id as u32));
+        let mine = ours.get(RankSlot(worker.worker_id as u32));
         assert_eq!(
             blocks, mine.device,
-            "{what}: leading blocks on rank {}",
+            "{context}: leading blocks on rank {}",
             worker.worker_id
         );
     }

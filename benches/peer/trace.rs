@@ -1,6 +1,6 @@
-//! The requests that are replayed: those of a trace, or a made-up conversation. What a trace calls one block is 512 tokens
-//! of unknown content; each stands for 32 blocks of 16 tokens whose hashes are made of its number, so that equal numbers
-//! are equal content.
+//! Replayed requests, of a trace or synthetic. One block of a trace is 512 tokens of unknown
+//! content. Each becomes 32 blocks of 16 tokens with hashes derived from its number, so that equal
+//! numbers are equal content.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -9,26 +9,26 @@ use std::path::Path;
 use anyhow::Context;
 use flate2::read::GzDecoder;
 use serde::Deserialize;
-use warmroute::block::{BlockHashes, LocalHash};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::{BlockHashes, LocalHash};
+use warmroute_core::worker::BlockSize;
 
 use crate::workload::BLOCK;
 
-/// Blocks of 16 tokens in one of the trace.
+/// Blocks of 16 tokens in one block of the trace.
 const PER_ID: usize = 32;
 
 /// One request.
-pub struct Request {
-    /// When it comes, in milliseconds from the start.
+pub struct TraceRequest {
+    /// Arrival time in milliseconds from the start.
     pub at: u64,
-    /// Its complete blocks.
+    /// Complete blocks of the prompt.
     pub prompt: BlockHashes,
-    /// Tokens of its answer.
+    /// Tokens of the answer.
     pub output: u64,
 }
 
 #[derive(Deserialize)]
-struct Line {
+struct TraceLine {
     timestamp: u64,
     input_length: usize,
     output_length: u64,
@@ -36,7 +36,7 @@ struct Line {
 }
 
 /// Reads a trace.
-pub fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
+pub fn read(path: &Path) -> anyhow::Result<Vec<TraceRequest>> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let gzipped = path.extension().is_some_and(|extension| extension == "gz");
     let reader: Box<dyn Read> = if gzipped {
@@ -54,8 +54,9 @@ pub fn read(path: &Path) -> anyhow::Result<Vec<Request>> {
         .collect()
 }
 
-/// Conversations that were made up: some share a system prompt, and every turn repeats all before it.
-pub fn synthetic() -> Vec<Request> {
+/// Generates synthetic conversations. Some share a system prompt, and every turn repeats the
+/// previous ones.
+pub fn synthetic() -> Vec<TraceRequest> {
     let mut requests = Vec::new();
     for chat in 0..600_u64 {
         let turns = 1 + mix(chat) % 12;
@@ -63,7 +64,7 @@ pub fn synthetic() -> Vec<Request> {
         for turn in 0..turns {
             let draw = mix(chat << 8 | turn);
             ids.extend((0..1 + draw % 8).map(|at| 1_000 + chat * 1_000 + turn * 20 + at));
-            requests.push(request(&Line {
+            requests.push(request(&TraceLine {
                 timestamp: chat * 150 + turn * (20_000 + draw % 20_000),
                 input_length: ids.len() * 512 - (draw % 512) as usize,
                 output_length: 50 + draw % 700,
@@ -75,7 +76,7 @@ pub fn synthetic() -> Vec<Request> {
     requests
 }
 
-fn request(line: &Line) -> Request {
+fn request(line: &TraceLine) -> TraceRequest {
     let blocks = (line.input_length / BLOCK.tokens()).min(line.hash_ids.len() * PER_ID);
     let expanded = line
         .hash_ids
@@ -85,20 +86,20 @@ fn request(line: &Line) -> Request {
         .take(blocks)
         .map(|number| LocalHash(mix(number)))
         .collect();
-    Request {
+    TraceRequest {
         at: line.timestamp,
         prompt: hashes(locals),
         output: line.output_length,
     }
 }
 
-/// The hashes of a prompt of these blocks.
+/// Hashes of a prompt with these local hashes.
 pub fn hashes(locals: Vec<LocalHash>) -> BlockHashes {
     let size: BlockSize = BLOCK;
-    BlockHashes::chain(locals.len() * size.tokens() + 1, size, locals)
+    BlockHashes::from_locals(locals.len() * size.tokens() + 1, size, locals)
 }
 
-/// Spreads a number over all numbers, and no two to one.
+/// Mixes a number by a bijection (SplitMix64).
 pub fn mix(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

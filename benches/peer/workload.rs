@@ -1,38 +1,39 @@
-//! What engines say while a trace is served. Each request goes to the rank where it costs least, by the blocks it misses
-//! there and by the load, which fades; the rank stores what it misses in runs of at most 512 blocks, and then a block for
-//! every 16 tokens of the answer. With a capacity, a rank evicts the ends of what it used longest ago.
+//! Events that engines publish while a trace is served. Each request goes to the rank with the
+//! lowest cost: missing blocks plus decaying load. The rank stores the missing blocks in runs of at
+//! most 512, and then one block for every 16 tokens of the answer. With a limited capacity, a rank
+//! evicts the least recently used leaf blocks.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 use std::iter::Peekable;
 use std::num::NonZeroU32;
 
-use warmroute::block::{LocalHash, SequenceHash};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::{LocalHash, SequenceHash};
+use warmroute_core::worker::BlockSize;
 
-use crate::trace::{Request, mix};
+use crate::trace::{TraceRequest, mix};
 
-/// Tokens of a block.
+/// Tokens per block.
 pub const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
 
-/// Most blocks of one event: what a prefill step of 8,192 tokens stores.
-const RUN: usize = 512;
+/// Maximum number of blocks of an event: a prefill step of 8,192 tokens.
+const MAX_RUN: usize = 512;
 
-/// Milliseconds in which an engine computes one token of an answer.
-const TOKEN: u64 = 25;
+/// Milliseconds per decoded token.
+const MILLIS_PER_TOKEN: u64 = 25;
 
-/// Milliseconds after which a rank's load counts half.
-const FADE: f64 = 5_000.0;
+/// Half-life of a rank's load in milliseconds.
+const LOAD_HALF_LIFE: f64 = 5_000.0;
 
 /// One event of one rank.
 #[derive(Clone, Debug)]
-pub struct Event {
+pub struct WorkerEvent {
     pub rank: u32,
-    pub change: Change,
+    pub change: CacheChange,
 }
 
 #[derive(Clone, Debug)]
-pub enum Change {
+pub enum CacheChange {
     Stored {
         parent: Option<SequenceHash>,
         blocks: Vec<(LocalHash, SequenceHash)>,
@@ -40,39 +41,41 @@ pub enum Change {
     Removed(Vec<SequenceHash>),
 }
 
-impl Event {
-    /// Blocks that it names.
+impl WorkerEvent {
+    /// Number of blocks in the event.
     pub fn blocks(&self) -> usize {
         match &self.change {
-            Change::Stored { blocks, .. } => blocks.len(),
-            Change::Removed(blocks) => blocks.len(),
+            CacheChange::Stored { blocks, .. } => blocks.len(),
+            CacheChange::Removed(blocks) => blocks.len(),
         }
     }
 }
 
-/// Blocks that some events name.
-pub fn blocks(events: &[Event]) -> usize {
-    events.iter().map(Event::blocks).sum()
+/// Number of blocks in all events.
+pub fn blocks(events: &[WorkerEvent]) -> usize {
+    events.iter().map(WorkerEvent::blocks).sum()
 }
 
-/// Where each request goes.
-pub fn places(requests: &[Request], ranks: u32) -> Vec<u32> {
-    let mut fleet = Placing::new(ranks);
+/// Returns the rank of each request.
+pub fn place_all(requests: &[TraceRequest], ranks: u32) -> Vec<u32> {
+    let mut fleet = RequestPlacer::new(ranks);
     requests
         .iter()
         .map(|request| fleet.place(request).0)
         .collect()
 }
 
-/// Serves all requests. Says what the ranks tell: of the prompts, and of the answers.
-pub fn unbounded(requests: &[Request], ranks: u32) -> (Vec<Event>, Vec<Event>) {
-    let (mut stored, mut decoded) = (Vec::new(), Vec::new());
-    let mut fleet = Placing::new(ranks);
+/// Serves all requests with unlimited capacity. Returns the events of the prompts and of the
+/// answers.
+pub fn unbounded(requests: &[TraceRequest], ranks: u32) -> (Vec<WorkerEvent>, Vec<WorkerEvent>) {
+    let mut stored = Vec::new();
+    let mut decoded = Vec::new();
+    let mut fleet = RequestPlacer::new(ranks);
     for (number, request) in requests.iter().enumerate() {
         let (rank, cached) = fleet.place(request);
-        store(request, rank, cached, &mut stored);
+        push_stores(request, rank, cached, &mut stored);
         decoded.extend(
-            Decoding::of(number, request, rank)
+            AnswerBlocks::new(number, request, rank)
                 .map(|(at, block, event)| (at, number, block, event)),
         );
     }
@@ -83,45 +86,46 @@ pub fn unbounded(requests: &[Request], ranks: u32) -> (Vec<Event>, Vec<Event>) {
     )
 }
 
-/// Serves all requests on ranks that have so much room. Says all they tell.
-pub fn bounded(requests: &[Request], ranks: u32, capacity: usize) -> Vec<Event> {
-    let caches = (0..ranks).map(|_| Cache::new(capacity)).collect();
-    let mut serving = Serving {
+/// Serves all requests with a limited capacity per rank. Returns all events.
+pub fn bounded(requests: &[TraceRequest], ranks: u32, capacity: usize) -> Vec<WorkerEvent> {
+    let caches = (0..ranks).map(|_| RankCache::new(capacity)).collect();
+    let mut run = BoundedRun {
         caches,
-        placing: Placing::new(ranks),
+        placer: RequestPlacer::new(ranks),
         due: BTreeSet::new(),
         answers: HashMap::new(),
         events: Vec::new(),
     };
     for (number, request) in requests.iter().enumerate() {
-        serving.answer_until(request.at);
-        serving.accept(number, request);
+        run.answer_until(request.at);
+        run.accept(number, request);
     }
-    serving.answer_until(u64::MAX);
-    serving.events
+    run.answer_until(u64::MAX);
+    run.events
 }
 
-fn store(request: &Request, rank: u32, cached: usize, into: &mut Vec<Event>) {
-    let (locals, sequences) = (request.prompt.locals(), request.prompt.sequences());
-    for start in (cached..locals.len()).step_by(RUN) {
-        let run = start..locals.len().min(start + RUN);
+fn push_stores(request: &TraceRequest, rank: u32, cached: usize, events: &mut Vec<WorkerEvent>) {
+    let locals = request.prompt.locals();
+    let sequences = request.prompt.sequences();
+    for start in (cached..locals.len()).step_by(MAX_RUN) {
+        let run = start..locals.len().min(start + MAX_RUN);
         let blocks = run.map(|at| (locals[at], sequences[at])).collect();
         let parent = start.checked_sub(1).map(|before| sequences[before]);
-        into.push(Event {
+        events.push(WorkerEvent {
             rank,
-            change: Change::Stored { parent, blocks },
+            change: CacheChange::Stored { parent, blocks },
         });
     }
 }
 
-/// Where requests go, and who holds what.
-struct Placing {
+/// Places requests and tracks the blocks of each rank.
+struct RequestPlacer {
     holders: HashMap<SequenceHash, u64>,
     load: Vec<f64>,
     now: u64,
 }
 
-impl Placing {
+impl RequestPlacer {
     fn new(ranks: u32) -> Self {
         assert!(ranks <= 64, "holders are a bit each");
         Self {
@@ -131,23 +135,23 @@ impl Placing {
         }
     }
 
-    /// Where a request goes, and how many of its leading blocks are there.
-    fn place(&mut self, request: &Request) -> (u32, usize) {
-        let faded = 0.5_f64.powf((request.at - self.now) as f64 / FADE);
+    /// Returns the rank of a request and its number of cached leading blocks.
+    fn place(&mut self, request: &TraceRequest) -> (u32, usize) {
+        let faded = 0.5_f64.powf((request.at - self.now) as f64 / LOAD_HALF_LIFE);
         self.now = request.at;
         self.load.iter_mut().for_each(|load| *load *= faded);
         let sequences = request.prompt.sequences();
         let mut cached = vec![0; self.load.len()];
-        let mut still = u64::MAX;
+        let mut matching = u64::MAX;
         for (at, sequence) in sequences.iter().enumerate() {
-            let now = still & self.holders.get(sequence).copied().unwrap_or(0);
-            mark(still & !now, at, &mut cached);
-            still = now;
-            if still == 0 {
+            let now = matching & self.holders.get(sequence).copied().unwrap_or(0);
+            set_cached(matching & !now, at, &mut cached);
+            matching = now;
+            if matching == 0 {
                 break;
             }
         }
-        mark(still, sequences.len(), &mut cached);
+        set_cached(matching, sequences.len(), &mut cached);
         let cost = |rank: usize| (sequences.len() - cached[rank]) as f64 + self.load[rank];
         let rank = (0..cached.len())
             .min_by(|a, b| cost(*a).total_cmp(&cost(*b)))
@@ -160,14 +164,14 @@ impl Placing {
         (rank as u32, cached[rank])
     }
 
-    fn evicted(&mut self, rank: u32, block: SequenceHash) {
+    fn remove_holder(&mut self, rank: u32, block: SequenceHash) {
         if let Some(bits) = self.holders.get_mut(&block) {
             *bits &= !(1 << rank);
         }
     }
 }
 
-fn mark(ranks: u64, reached: usize, cached: &mut [usize]) {
+fn set_cached(ranks: u64, reached: usize, cached: &mut [usize]) {
     for (rank, cached) in cached.iter_mut().enumerate() {
         if ranks & (1 << rank) != 0 {
             *cached = reached;
@@ -175,8 +179,8 @@ fn mark(ranks: u64, reached: usize, cached: &mut [usize]) {
     }
 }
 
-/// The blocks of an answer, as they come.
-struct Decoding {
+/// Iterator over the blocks of an answer: time in milliseconds, block number, event.
+struct AnswerBlocks {
     rank: u32,
     number: usize,
     start: u64,
@@ -185,8 +189,8 @@ struct Decoding {
     parent: Option<SequenceHash>,
 }
 
-impl Decoding {
-    fn of(number: usize, request: &Request, rank: u32) -> Self {
+impl AnswerBlocks {
+    fn new(number: usize, request: &TraceRequest, rank: u32) -> Self {
         let parent = request.prompt.sequences().last().copied();
         Self {
             rank,
@@ -199,8 +203,8 @@ impl Decoding {
     }
 }
 
-impl Iterator for Decoding {
-    type Item = (u64, u64, Event);
+impl Iterator for AnswerBlocks {
+    type Item = (u64, u64, WorkerEvent);
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.next == self.blocks {
@@ -211,16 +215,16 @@ impl Iterator for Decoding {
         let local = LocalHash(mix(mix(self.number as u64 | 1 << 40).wrapping_add(block)));
         let sequence = self
             .parent
-            .map_or_else(|| SequenceHash::root(local), |parent| parent.then(local));
-        let change = Change::Stored {
+            .map_or_else(|| SequenceHash::root(local), |parent| parent.child(local));
+        let change = CacheChange::Stored {
             parent: self.parent,
             blocks: vec![(local, sequence)],
         };
         self.parent = Some(sequence);
         Some((
-            self.start + self.next * 16 * TOKEN,
+            self.start + self.next * 16 * MILLIS_PER_TOKEN,
             block,
-            Event {
+            WorkerEvent {
                 rank: self.rank,
                 change,
             },
@@ -228,25 +232,25 @@ impl Iterator for Decoding {
     }
 }
 
-/// Ranks with little room at work.
-struct Serving {
-    caches: Vec<Cache>,
-    placing: Placing,
-    /// When the next block of an answer is full.
+/// The state of a run with limited capacity.
+struct BoundedRun {
+    caches: Vec<RankCache>,
+    placer: RequestPlacer,
+    /// Times at which the next block of an answer is full, with the request number.
     due: BTreeSet<(u64, usize)>,
-    answers: HashMap<usize, Peekable<Decoding>>,
-    events: Vec<Event>,
+    answers: HashMap<usize, Peekable<AnswerBlocks>>,
+    events: Vec<WorkerEvent>,
 }
 
-impl Serving {
-    fn accept(&mut self, number: usize, request: &Request) {
-        let (rank, cached) = self.placing.place(request);
+impl BoundedRun {
+    fn accept(&mut self, number: usize, request: &TraceRequest) {
+        let (rank, cached) = self.placer.place(request);
         self.caches[rank as usize].touch(request.at, request.prompt.sequences(), cached);
         let mut runs = Vec::new();
-        store(request, rank, cached, &mut runs);
-        let fits = runs.into_iter().all(|run| self.admit(request.at, run));
+        push_stores(request, rank, cached, &mut runs);
+        let fits = runs.into_iter().all(|run| self.store_run(request.at, run));
         assert!(fits, "a prompt is larger than a cache");
-        self.wait(number, Decoding::of(number, request, rank).peekable());
+        self.schedule(number, AnswerBlocks::new(number, request, rank).peekable());
     }
 
     fn answer_until(&mut self, time: u64) {
@@ -261,36 +265,36 @@ impl Serving {
             let Some((_, _, event)) = answer.next() else {
                 continue;
             };
-            if self.admit(at, event) {
-                self.wait(number, answer);
+            if self.store_run(at, event) {
+                self.schedule(number, answer);
             }
         }
     }
 
-    fn wait(&mut self, number: usize, mut answer: Peekable<Decoding>) {
+    fn schedule(&mut self, number: usize, mut answer: Peekable<AnswerBlocks>) {
         if let Some(&(at, ..)) = answer.peek() {
             self.due.insert((at, number));
             self.answers.insert(number, answer);
         }
     }
 
-    /// Makes room for a run and stores it; false if what it follows is gone.
-    fn admit(&mut self, at: u64, event: Event) -> bool {
-        let Change::Stored { parent, blocks } = &event.change else {
+    /// Evicts blocks for a run and stores it. Returns false if the run's parent is gone.
+    fn store_run(&mut self, at: u64, event: WorkerEvent) -> bool {
+        let CacheChange::Stored { parent, blocks } = &event.change else {
             return false;
         };
         let cache = &mut self.caches[event.rank as usize];
-        let Some(depth) = cache.follow(at, *parent) else {
+        let Some(depth) = cache.touch_block(at, *parent) else {
             return false;
         };
         let evicted = cache.make_room(blocks.len(), *parent);
         evicted
             .iter()
-            .for_each(|name| self.placing.evicted(event.rank, *name));
+            .for_each(|name| self.placer.remove_holder(event.rank, *name));
         if !evicted.is_empty() {
-            self.events.push(Event {
+            self.events.push(WorkerEvent {
                 rank: event.rank,
-                change: Change::Removed(evicted),
+                change: CacheChange::Removed(evicted),
             });
         }
         if !cache.has_room(blocks.len()) {
@@ -302,35 +306,35 @@ impl Serving {
     }
 }
 
-/// The cache of one rank that has no room for everything.
-struct Cache {
+/// The cache of one rank with limited capacity.
+struct RankCache {
     capacity: usize,
-    blocks: HashMap<SequenceHash, Cached>,
-    /// Blocks that nothing follows, in the order in which they leave.
-    ends: BTreeSet<End>,
+    blocks: HashMap<SequenceHash, CachedBlock>,
+    /// Leaf blocks in eviction order.
+    leaves: BTreeSet<LeafKey>,
 }
 
-type End = (u64, Reverse<usize>, SequenceHash);
+type LeafKey = (u64, Reverse<usize>, SequenceHash);
 
-struct Cached {
+struct CachedBlock {
     parent: Option<SequenceHash>,
     depth: usize,
     used: u64,
     children: u32,
 }
 
-impl Cached {
-    fn end(&self, name: SequenceHash) -> End {
+impl CachedBlock {
+    fn leaf_key(&self, name: SequenceHash) -> LeafKey {
         (self.used, Reverse(self.depth), name)
     }
 }
 
-impl Cache {
+impl RankCache {
     fn new(capacity: usize) -> Self {
         Self {
             capacity,
             blocks: HashMap::new(),
-            ends: BTreeSet::new(),
+            leaves: BTreeSet::new(),
         }
     }
 
@@ -338,17 +342,18 @@ impl Cache {
     fn touch(&mut self, at: u64, sequences: &[SequenceHash], cached: usize) {
         sequences[..cached]
             .iter()
-            .for_each(|&name| _ = self.follow(at, Some(name)));
+            .for_each(|&name| _ = self.touch_block(at, Some(name)));
     }
 
-    /// Marks a block as used now. Says at which depth what follows it lies; nothing if it is gone.
-    fn follow(&mut self, at: u64, parent: Option<SequenceHash>) -> Option<usize> {
+    /// Marks a block as used now. Returns the depth of its children, or `None` if the block is
+    /// gone.
+    fn touch_block(&mut self, at: u64, parent: Option<SequenceHash>) -> Option<usize> {
         let Some(name) = parent else { return Some(0) };
         let found = self.blocks.get_mut(&name)?;
-        let end = self.ends.remove(&found.end(name));
+        let end = self.leaves.remove(&found.leaf_key(name));
         found.used = at;
         if end {
-            self.ends.insert(found.end(name));
+            self.leaves.insert(found.leaf_key(name));
         }
         Some(found.depth + 1)
     }
@@ -357,15 +362,15 @@ impl Cache {
         self.blocks.len() + blocks <= self.capacity
     }
 
-    /// Takes out what was used longest ago, but not what the new blocks follow.
+    /// Evicts the least recently used leaf blocks, except the parent of the new blocks.
     fn make_room(&mut self, blocks: usize, parent: Option<SequenceHash>) -> Vec<SequenceHash> {
         let mut evicted = Vec::new();
         while !self.has_room(blocks) {
-            let Some(end) = self.ends.pop_first() else {
+            let Some(end) = self.leaves.pop_first() else {
                 break;
             };
             if Some(end.2) == parent {
-                self.ends.insert(end);
+                self.leaves.insert(end);
                 break;
             }
             self.remove(end.2);
@@ -386,24 +391,24 @@ impl Cache {
             if let Some((name, found)) =
                 before.and_then(|name| Some((name, self.blocks.get_mut(&name)?)))
             {
-                self.ends.remove(&found.end(name));
+                self.leaves.remove(&found.leaf_key(name));
                 found.children += 1;
             }
             self.blocks.insert(
                 name,
-                Cached {
+                CachedBlock {
                     parent: before,
                     depth: depth + offset,
                     used: at,
                     children: 0,
                 },
             );
-            self.ends.insert(self.blocks[&name].end(name));
+            self.leaves.insert(self.blocks[&name].leaf_key(name));
             before = Some(name);
         }
     }
 
-    /// Takes an end out; what it followed may be one now.
+    /// Removes a leaf block. Its parent may become a leaf.
     fn remove(&mut self, name: SequenceHash) {
         let Some(parent) = self.blocks.remove(&name).and_then(|gone| gone.parent) else {
             return;
@@ -413,7 +418,7 @@ impl Cache {
         };
         found.children -= 1;
         if found.children == 0 {
-            self.ends.insert(found.end(parent));
+            self.leaves.insert(found.leaf_key(parent));
         }
     }
 }

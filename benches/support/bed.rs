@@ -1,4 +1,5 @@
-//! Everything that decides, in one process and without a network: a way in, a router with workers, their index.
+//! All components of a decision in one process without a network: preprocessor, router, workers and
+//! index.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -7,69 +8,90 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use warmroute::block::{BlockHashes, EngineHash, MediaTokens, TrackingHash, Windows};
-use warmroute::fleet::Fleet;
-use warmroute::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
-use warmroute::intake::config::ClientsConfig;
-use warmroute::intake::{Body, Intake, Limits, Model, Models, Parts};
-use warmroute::load::LoadTracker;
-use warmroute::openai::paths::{Paths, PathsConfig};
-use warmroute::prompt::Encoder;
-use warmroute::router::{Booked, Prompt, RouteRequest, Router, RouterSettings};
-use warmroute::tier::Tier;
-use warmroute::worker::{BlockSize, Endpoint, Slot, Worker, WorkerId};
+use warmroute::request::config::ClientsConfig;
+use warmroute::request::{
+    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts, RequestBody,
+    RequestPreprocessor,
+};
+use warmroute::tracking_hash::TrackingHash;
+use warmroute_core::block::{BlockHashes, BlockWindows, EngineHash, MediaTokens, StorageTier};
+use warmroute_core::fleet::Fleet;
+use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
+use warmroute_core::load::LoadTracker;
+use warmroute_core::router::{Placement, RoutePrompt, RouteRequest, Router, RouterSettings};
+use warmroute_core::worker::{BlockSize, RankSlot, Worker, WorkerEndpoint, WorkerId};
+use warmroute_tokens::openai::paths::{ApiPaths, ApiPathsConfig};
+use warmroute_tokens::prompt::Encoder;
 
-use super::duel::cpu;
+use warmroute_testbed::comparison::measure_cpu;
 
 /// Tokens per block.
 pub(crate) const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
 const PATH: &str = "/v1/chat/completions";
 
-/// The way from bodies to workers.
-pub(crate) struct Bed {
-    intake: Arc<Intake>,
+/// A measured decision. Dropping it releases the worker.
+pub(crate) struct BenchDecision {
+    /// CPU time from the body to the booked worker.
+    pub(crate) micros: f64,
+    /// Blocks of the prompt.
+    pub(crate) hashes: BlockHashes,
+    placement: Placement,
+}
+
+impl BenchDecision {
+    /// Releases the worker.
+    pub(crate) fn into_hashes(self) -> BlockHashes {
+        drop(self.placement);
+        self.hashes
+    }
+}
+
+/// The pipeline from request bodies to workers.
+pub(crate) struct DecisionPipeline {
+    preprocessor: Arc<RequestPreprocessor>,
     router: Router,
     writers: Vec<RankWriter>,
 }
 
-impl Bed {
-    /// So many workers, who hold nothing.
+impl DecisionPipeline {
+    /// Creates `workers` workers with empty caches.
     pub(crate) fn new(encoder: Encoder, workers: u32) -> Self {
-        let mut models = Models::default();
-        let model = Model {
+        let mut models = ModelRegistry::default();
+        let model = ConfiguredModel {
             name: "m".into(),
             block_size: BLOCK,
-            windows: Windows::Plain,
+            windows: BlockWindows::Plain,
             media: MediaTokens::default(),
             encoder: Some(Arc::new(encoder)),
         };
         models.add(model, &[], &[]);
-        let intake = Intake::new(Parts {
+        let preprocessor = RequestPreprocessor::new(PreprocessorParts {
             models,
-            paths: Paths::new(&PathsConfig::default()),
+            paths: ApiPaths::new(&ApiPathsConfig::default()),
             clients: ClientsConfig::default(),
-            confine: Default::default(),
-            rewrites: warmroute::intake::Rewrites::default(),
+            pool_routes: Default::default(),
+            rewrites: warmroute::request::RewriteRules::default(),
             rewrite_headers: Vec::new(),
             cluster: Default::default(),
-            limits: Limits {
+            limits: EncodeLimits {
                 inline: usize::MAX,
                 queue: 1,
                 deadline: Duration::from_secs(10),
             },
-            tracking: TrackingHash::Public,
-            sessions: None,
-            shared: None,
-            remote: None,
-            tokens: HashMap::new(),
+            tracking_hash: TrackingHash::Public,
+            session_fields: None,
+            shared_cache: None,
+            index_client: None,
+            token_sources: HashMap::new(),
         });
-        let (index, load) = (PrefixIndex::new(), LoadTracker::new(Instant::now));
+        let index = PrefixIndex::new();
+        let load = LoadTracker::new(Instant::now);
         let router = Router::new(index.clone(), load.clone(), RouterSettings::default(), 7);
         let worker = |id: u32| {
             let [_, a, b, c] = id.to_be_bytes();
             Worker::new(
                 WorkerId(u64::from(id)),
-                Endpoint(([10, a, b, c], 8000).into()),
+                WorkerEndpoint(([10, a, b, c], 8000).into()),
                 "m".into(),
                 BLOCK,
             )
@@ -78,42 +100,49 @@ impl Bed {
         change
             .added
             .iter()
-            .for_each(|member| load.open(member.slot, member.rank));
-        router.publish(change.fleet.into());
-        let writers = (0..workers).map(|slot| index.join(Slot(slot))).collect();
+            .for_each(|member| load.open_slot(member.slot, member.rank));
+        router.set_fleet(change.fleet.into());
+        let writers = (0..workers)
+            .map(|slot| index.create_writer(RankSlot(slot)))
+            .collect();
         Self {
-            intake,
+            preprocessor,
             router,
             writers,
         }
     }
 
-    /// Microseconds from a body to a booked worker, and the prompt's blocks.
-    pub(crate) fn decide(&self, body: &Bytes) -> (f64, BlockHashes, Booked) {
-        let mut decided = None;
-        let took = cpu(|| {
-            let taken = self
-                .intake
-                .take(PATH, &|_| None, &Body::Whole(body.clone()))
+    /// Routes a request body.
+    pub(crate) fn decide(&self, body: &Bytes) -> BenchDecision {
+        let mut result = None;
+        let nanos = measure_cpu(|| {
+            let preprocessed = self
+                .preprocessor
+                .preprocess(PATH, &|_| None, &RequestBody::Whole(body.clone()))
                 .now_or_never();
-            let request = taken.expect("nothing to wait for").request;
-            let Prompt::Hashed(hashes) = &request.prompt else {
+            let request = preprocessed.expect("nothing to wait for").route_request;
+            let RoutePrompt::Hashed(hashes) = &request.prompt else {
                 panic!("the prompt is not hashed")
             };
             let hashes = hashes[0].clone();
-            decided = Some((hashes, self.router.route(request).expect("a worker")));
+            result = Some((hashes, self.router.route(request).expect("a worker")));
         });
-        let (hashes, booked) = decided.expect("it was decided");
-        (took / 1e3, hashes, booked)
+        let (hashes, placement) = result.expect("the request was routed");
+        BenchDecision {
+            micros: nanos / 1e3,
+            hashes,
+            placement,
+        }
     }
 
-    /// Books a worker for a prompt that is hashed already.
-    pub(crate) fn route(&self, hashes: &BlockHashes) -> Booked {
-        let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes.clone()]));
+    /// Books a worker for an already hashed prompt.
+    pub(crate) fn route(&self, hashes: &BlockHashes) -> Placement {
+        let request =
+            RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![hashes.clone()]));
         self.router.route(request).expect("a worker")
     }
 
-    /// A worker has cached a prompt from now on.
+    /// Stores a prompt in the index for a worker.
     pub(crate) fn store(&mut self, worker: usize, hashes: &BlockHashes) {
         let blocks = hashes.locals().iter().zip(hashes.sequences());
         let blocks = blocks
@@ -126,7 +155,7 @@ impl Bed {
         writer.apply(&KvEvent::Stored {
             parent: None,
             blocks,
-            tier: Tier::Device,
+            tier: StorageTier::Device,
         });
     }
 }

@@ -1,14 +1,14 @@
-//! Chats as benches send them: prose and code of this repository, no two messages alike.
+//! Chats for benches: prose and code of this repository, no two messages alike.
 
 use std::io::Read as _;
 
 use serde_json::{Value, json};
-use warmroute::prompt::{Config, Encoder, PromptCache};
+use warmroute_tokens::prompt::{Config, Encoder, PromptCache};
 
 const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 
-/// The encoder of the shipped model, which keeps so many bytes of what it has seen. One thread, as many requests are encoded
-/// beside one another.
+/// Returns the encoder of the shipped model with a prompt cache of this size. It uses one thread,
+/// because requests are encoded concurrently.
 pub(crate) fn encoder(cached: usize) -> Encoder {
     let config = Config {
         tokenizer: FILE.into(),
@@ -16,33 +16,38 @@ pub(crate) fn encoder(cached: usize) -> Encoder {
         chat_template: None,
     };
     let encoder = Encoder::load(&config).expect("the shipped files");
-    encoder.quicken().expect("one that the fast library takes");
-    let (encoder, resumes) = encoder.resuming(PromptCache::new(cached, std::sync::Arc::default()));
+    encoder
+        .enable_fast_path()
+        .expect("the fast library supports it");
+    let (encoder, resumes) =
+        encoder.with_prompt_cache(PromptCache::new(cached, std::sync::Arc::default()));
     assert_eq!(resumes, Ok(()));
     encoder
 }
 
-fn written() -> impl std::io::Read {
+fn decompress() -> impl std::io::Read {
     flate2::read::GzDecoder::new(std::fs::File::open(FILE).expect("the shipped file"))
 }
 
-/// The tokenizer of the same model as the fast library has it.
+/// Returns the tokenizer of the same model from the `fastokens` library.
 pub(crate) fn fast_library() -> fastokens::Tokenizer {
-    let written = serde_json::from_reader(written()).expect("the shipped file");
-    fastokens::Tokenizer::from_json(written).expect("a tokenizer that it takes")
+    let json = serde_json::from_reader(decompress()).expect("the shipped file");
+    fastokens::Tokenizer::from_json(json).expect("the fast library supports it")
 }
 
-/// The same as the engines' library has it.
+/// Returns the tokenizer of the same model from the engines' library.
 pub(crate) fn library() -> tokenizers::Tokenizer {
     let mut plain = Vec::new();
-    written().read_to_end(&mut plain).expect("the shipped file");
+    decompress()
+        .read_to_end(&mut plain)
+        .expect("the shipped file");
     tokenizers::Tokenizer::from_bytes(plain).expect("the shipped file")
 }
 
-/// Messages of some bytes each, beginning with a number that sets this chat apart from others.
+/// Returns messages of `bytes` bytes each, with a number that separates this chat from others.
 pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
     let pages = include_str!("../../README.md").to_owned()
-        + include_str!("../../src/prompt/resume/cache.rs");
+        + include_str!("../../crates/tokens/src/prompt/resume/cache.rs");
     let words: Vec<&str> = pages.split_inclusive(' ').collect();
     let message = |number: usize| {
         let mut content = format!("Chat {chat}, message {number}: ");
@@ -61,15 +66,15 @@ pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
     (0..count).map(message).collect()
 }
 
-/// The body of a request.
+/// Returns a request body.
 pub(crate) fn body(messages: &[Value]) -> Vec<u8> {
     json!({"model": "m", "stream": true, "messages": messages})
         .to_string()
         .into_bytes()
 }
 
-/// The same prompt, written by hand for this one template.
-pub(crate) fn by_hand<'m>(
+/// Renders the same prompt with hand-written code for this template.
+pub(crate) fn render_by_hand<'m>(
     messages: impl Iterator<Item = (&'m str, &'m str)>,
     bytes: usize,
 ) -> String {

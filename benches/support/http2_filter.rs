@@ -1,4 +1,4 @@
-//! CPU time of the HTTP/2 filter for each stream, beyond that of reading the same octets without it.
+//! CPU time of the HTTP/2 filter per stream, in addition to reading the same octets without it.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -6,19 +6,19 @@ use std::task::{Context, Poll, Waker};
 use tokio::io::{AsyncRead, ReadBuf};
 use warmroute_http2_filter::{Http2Filter, Http2Limits};
 
-use crate::duel::{Table, thread_cpu};
+use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable, thread_cpu_nanos};
 
 /// Streams of one connection.
 const STREAMS: u32 = 20_000;
 /// Octets that the h2 crate reads at a time.
 const READ: usize = 8 << 10;
-/// At most so many microseconds for a stream with a valid authority: a hundredth of an exchange.
+/// Maximum microseconds for a stream with a valid authority: a hundredth of an exchange.
 const VALID: f64 = 0.3;
-/// At most so many microseconds for a stream whose authority is replaced.
+/// Maximum microseconds for a stream with a replaced authority.
 const REPLACED: f64 = 3.0;
 
 /// Measures both kinds of streams.
-pub fn measure(table: &mut Table, rounds: usize) {
+pub(crate) fn measure(table: &mut ComparisonTable, rounds: usize) {
     let cases = [
         (
             "HTTP/2 filter, stream with a valid authority",
@@ -42,11 +42,15 @@ pub fn measure(table: &mut Table, rounds: usize) {
     for (name, authority, literal, limit) in cases {
         let connection = connection(authority, literal);
         let costs: Vec<_> = (0..=rounds).map(|_| cost(&connection)).skip(1).collect();
-        table.enter((name, "µs", Some(1.0)), &[limit], &costs);
+        table.add(
+            ComparedMeasure::new(name, "µs", Some(1.0)),
+            &[limit],
+            &costs,
+        );
     }
 }
 
-/// Microseconds per stream.
+/// Returns the microseconds per stream.
 fn cost(connection: &[u8]) -> f64 {
     let limits = Http2Limits {
         header_block: 64 << 10,
@@ -55,24 +59,24 @@ fn cost(connection: &[u8]) -> f64 {
     (filtered - read(connection)).max(0.0) / 1e3 / f64::from(STREAMS)
 }
 
-/// Nanoseconds for reading everything.
+/// Returns the nanoseconds for reading everything.
 fn read(mut io: impl AsyncRead + Unpin) -> f64 {
     let mut context = Context::from_waker(Waker::noop());
     let mut space = vec![0; READ];
-    let start = thread_cpu();
+    let start = thread_cpu_nanos();
     loop {
         let mut buf = ReadBuf::new(&mut space);
         let Poll::Ready(Ok(())) = Pin::new(&mut io).poll_read(&mut context, &mut buf) else {
             continue;
         };
         if std::hint::black_box(buf.filled()).is_empty() {
-            return thread_cpu() - start;
+            return thread_cpu_nanos() - start;
         }
     }
 }
 
-/// A connection as Envoy makes it: fields of the first stream enter the table of HPACK, and later streams refer to them. With `literal`
-/// every stream spells its authority out.
+/// Builds a connection as Envoy does: fields of the first stream enter the HPACK table, and later
+/// streams refer to them. With `literal` every stream has its authority as a literal.
 fn connection(authority: &str, literal: bool) -> Vec<u8> {
     let mut octets = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
     octets.extend(frame(4, 0, 0, &[]));
@@ -98,7 +102,7 @@ fn connection(authority: &str, literal: bool) -> Vec<u8> {
             block.retain(|octet| *octet != 0x80 | 62);
             field(&mut block, 0x10, ":authority", authority);
         }
-        // As tracing does, without indexing.
+        // Without indexing, as tracing does.
         field(
             &mut block,
             0x00,

@@ -1,26 +1,26 @@
-//! The targets that `tests/fuzz.rs` runs for a moment, for as long as one likes.
+//! The targets that `tests/server/fuzz.rs` also runs for a short time.
 
-#[path = "../../tests/fuzz/answers.rs"]
+#[path = "../../tests/server/fuzz/answers.rs"]
 mod answers;
-#[path = "../../tests/fuzz/bodies.rs"]
+#[path = "../../tests/server/fuzz/bodies.rs"]
 mod bodies;
-#[path = "../../tests/fuzz/exchange.rs"]
+#[path = "../../tests/server/fuzz/exchange.rs"]
 mod exchange;
-#[path = "../../tests/fuzz/input.rs"]
+#[path = "../../tests/server/fuzz/input.rs"]
 mod input;
-#[path = "../../tests/fuzz/requests.rs"]
+#[path = "../../tests/server/fuzz/requests.rs"]
 mod requests;
-#[path = "../../tests/fuzz/watch.rs"]
+#[path = "../../tests/server/fuzz/watch.rs"]
 mod watch;
 #[path = "../../crates/zmtp/tests/fuzz/target.rs"]
 mod zmtp;
 
-/// What is read from answers, and changed in them.
+/// Parsing and rewriting of responses.
 pub fn answers(input: &[u8]) {
     answers::answers(input);
 }
 
-/// What is read from bodies, and changed in them.
+/// Parsing and editing of request bodies.
 pub fn bodies(input: &[u8]) {
     bodies::bodies(input);
 }
@@ -30,12 +30,12 @@ pub fn exchange(input: &[u8]) {
     exchange::exchange(input);
 }
 
-/// Whole requests.
+/// Complete requests.
 pub fn requests(input: &[u8]) {
     requests::requests(input);
 }
 
-/// The bytes of a ZMTP peer, through a socket pair.
+/// Bytes of a ZMTP peer, through a socket pair.
 pub fn zmtp(input: &[u8]) {
     zmtp::run(input);
 }

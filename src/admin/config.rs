@@ -4,30 +4,31 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use warmroute_runtime::tls::TlsConfig;
+use warmroute_settings::Problem;
 
-use super::token::Token;
-use crate::settings::Problem;
-use crate::tls::TlsConfig;
+use super::token::AdminToken;
 
-/// `admin:`. Beyond loopback it asks for protection: whoever reads it learns the fleet, and with what it answers.
+/// `admin:`. The pages reveal the fleet and its routing, so an address beyond loopback requires
+/// protection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdminConfig {
-    /// Where metrics, health and the explanations of decisions are served.
-    pub listen: SocketAddr,
-    /// TLS; none: plaintext.
+    /// Address of metrics, health and explanations.
+    pub address: SocketAddr,
+    /// TLS settings; `None` for plaintext.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
-    /// A file with the token that everything but the probes asks for; none: nothing is asked.
+    /// File with the bearer token that every page except the probes requires; `None` for no token.
     pub token_file: Option<PathBuf>,
-    /// Serve everybody who reaches an address that is not loopback.
+    /// Whether the pages are served without protection on an address that is not loopback.
     pub unprotected: bool,
 }
 
 impl Default for AdminConfig {
     fn default() -> Self {
         Self {
-            listen: (Ipv4Addr::LOCALHOST, 9901).into(),
+            address: (Ipv4Addr::LOCALHOST, 9901).into(),
             tls: None,
             token_file: None,
             unprotected: false,
@@ -36,8 +37,8 @@ impl Default for AdminConfig {
 }
 
 impl AdminConfig {
-    /// Makes names of files absolute.
-    pub fn resolve(&mut self, folder: &Path) {
+    /// Resolves relative file paths against the directory of the configuration.
+    pub fn resolve_paths(&mut self, folder: &Path) {
         if let Some(tls) = &mut self.tls {
             tls.resolve(folder);
         }
@@ -46,7 +47,7 @@ impl AdminConfig {
         }
     }
 
-    /// Mistakes of meaning; reads the files.
+    /// Returns semantic errors. Reads the configured files.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(tls) = &self.tls {
@@ -57,23 +58,24 @@ impl AdminConfig {
             );
         }
         if let Some(file) = &self.token_file
-            && let Err(error) = Token::read(file)
+            && let Err(error) = AdminToken::hash_file(file)
         {
             problems.push(Problem::of("token_file", error));
         }
         let protected =
             self.token_file.is_some() || self.tls.as_ref().is_some_and(TlsConfig::is_mutual);
         if self.unprotected && protected {
-            let text = "the pages are protected by a token or by client certificates; keep either that or this";
+            let text = "the pages already require a token or client certificates; remove \
+            `unprotected` or the protection";
             problems.push(Problem::of("unprotected", text));
-        } else if !self.unprotected && !protected && !self.listen.ip().to_canonical().is_loopback()
+        } else if !self.unprotected && !protected && !self.address.ip().to_canonical().is_loopback()
         {
             let text = format!(
-                "{} can be reached by others, who would see the fleet; give a `token_file` or `tls.client_ca`, listen on \
-                 127.0.0.1, or say `unprotected: true`",
-                self.listen
+                "{} is reachable from other machines, which could read the fleet; set \
+                `token_file` or `tls.client_ca`, listen on 127.0.0.1, or set `unprotected: true`",
+                self.address
             );
-            problems.push(Problem::of("listen", text));
+            problems.push(Problem::of("address", text));
         }
         problems
     }
@@ -84,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn beyond_loopback_protection_is_asked_for() {
+    fn public_listen_address_requires_protection() {
         for (listen, unprotected, mistaken) in [
             ("127.0.0.1:1", false, false),
             ("127.8.0.1:1", false, false),
@@ -98,7 +100,7 @@ mod tests {
             ("0.0.0.0:1", true, false),
         ] {
             let config = AdminConfig {
-                listen: listen.parse().unwrap(),
+                address: listen.parse().unwrap(),
                 unprotected,
                 ..AdminConfig::default()
             };
@@ -107,12 +109,12 @@ mod tests {
     }
 
     #[test]
-    fn a_token_protects_and_one_that_is_not_there_is_a_mistake() {
+    fn token_file_protects_and_must_exist() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
         let listen = "0.0.0.0:1".parse().unwrap();
         let mut config = AdminConfig {
-            listen,
+            address: listen,
             token_file: Some(file.clone()),
             ..AdminConfig::default()
         };

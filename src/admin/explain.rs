@@ -1,5 +1,6 @@
-//! `POST /debug/explain`: why a request would go where it would go now. The request comes as it would come through Envoy,
-//! path, headers and body, and takes the same way in; then it is judged and not let in, so nothing is booked.
+//! `POST /debug/explain`: explains the route that a request would get now. The request has the
+//! path, headers and body that Envoy would send, and passes the same preprocessing. It is routed
+//! without being admitted, so nothing is booked.
 
 pub mod table;
 
@@ -23,41 +24,43 @@ use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tracing::debug;
 
-use super::Admin;
-use crate::intake::{Body, Intake};
+use super::AdminState;
+use crate::request::{RequestBody, RequestPreprocessor};
 
-/// The page.
-pub const PAGE: &str = "/debug/explain";
-const CHAT: &str = "/v1/chat/completions";
-const COMPLETIONS: &str = "/v1/completions";
-/// How much longer than the body a question may be: as text it has escapes, and there are the headers.
-const MOST_ESCAPED: usize = 2;
-const AROUND: usize = 1 << 20;
-/// Questions that are read and answered at once: each may hold several times the longest body.
-const AT_ONCE: usize = 2;
-/// How long a question may take to arrive.
-const ARRIVAL: Duration = Duration::from_secs(30);
+/// Path of the page.
+pub const EXPLAIN_PATH: &str = "/debug/explain";
+const CHAT_PATH: &str = "/v1/chat/completions";
+const COMPLETIONS_PATH: &str = "/v1/completions";
+/// Factor for JSON escapes in the body text, and space for the headers: the explain request may be
+/// longer than the body it contains.
+const MAX_ESCAPE_FACTOR: usize = 2;
+const ENVELOPE_BYTES: usize = 1 << 20;
+/// Maximum number of concurrent explain requests. Each may hold several times the longest body.
+const MAX_CONCURRENT: usize = 2;
+/// Timeout for receiving an explain request.
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The way in, as soon as there is one: the pages are there before the tokenizers are.
+/// Access to the preprocessor. The pages are served before the tokenizers are loaded, so it is set
+/// later.
 #[derive(Clone)]
-pub struct WayIn {
-    /// The way in.
-    pub intake: Arc<ArcSwapOption<Intake>>,
-    /// Longest body that is read.
+pub struct ExplainContext {
+    /// Preprocessor; unset until the tokenizers are loaded.
+    pub preprocessor: Arc<ArcSwapOption<RequestPreprocessor>>,
+    /// Maximum body size in bytes.
     body_limit: Arc<AtomicUsize>,
 }
 
-impl WayIn {
-    /// None yet.
+impl ExplainContext {
+    /// Creates a context without a preprocessor.
     pub fn new(body_limit: usize) -> Self {
         Self {
-            intake: Arc::default(),
+            preprocessor: Arc::default(),
             body_limit: Arc::new(AtomicUsize::new(body_limit)),
         }
     }
 
-    /// Reads bodies up to another length from now on.
-    pub fn limit(&self, body_limit: usize) {
+    /// Changes the maximum body size.
+    pub fn set_body_limit(&self, body_limit: usize) {
         self.body_limit.store(body_limit, Ordering::Relaxed);
     }
 
@@ -65,36 +68,36 @@ impl WayIn {
         self.body_limit.load(Ordering::Relaxed)
     }
 
-    /// Longest question that is read.
-    fn longest(&self) -> usize {
+    /// Maximum size of an explain request in bytes.
+    fn max_request_bytes(&self) -> usize {
         self.body_limit()
-            .saturating_mul(MOST_ESCAPED)
-            .saturating_add(AROUND)
+            .saturating_mul(MAX_ESCAPE_FACTOR)
+            .saturating_add(ENVELOPE_BYTES)
     }
 }
 
-/// A request to be explained.
+/// Body of an explain request.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Question {
-    /// Its path; by default what the body looks like.
+pub struct ExplainRequest {
+    /// HTTP path; by default guessed from the body.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// Its headers.
+    /// HTTP headers.
     pub headers: BTreeMap<String, String>,
-    /// The pool that the authority or the metadata of its gRPC call selects.
+    /// Pool selected by the authority or the metadata of the gRPC call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<Arc<str>>,
-    /// Its body: the text of it, or the JSON itself.
+    /// Request body, as JSON text in a string or as a JSON value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub body: Option<Box<RawValue>>,
-    /// The body byte by byte, where it is no text.
+    /// Request body as bytes, if it is not UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<Vec<u8>>,
 }
 
-impl Question {
-    /// A question about a body of any kind.
+impl ExplainRequest {
+    /// Creates an explain request for a body that may be any bytes.
     pub fn new(
         path: Option<String>,
         headers: BTreeMap<String, String>,
@@ -113,31 +116,32 @@ impl Question {
         })
     }
 
-    /// The body byte for byte; `None` where there is none.
+    /// Returns the raw body; `None` if there is none.
     pub fn body(&self) -> serde_json::Result<Option<Bytes>> {
         let Some(body) = &self.body else {
             return Ok(self.bytes.clone().map(Bytes::from));
         };
-        let text = match body.get().starts_with('"') {
-            true => serde_json::from_str(body.get())?,
-            false => body.get().to_owned(),
+        let text = if body.get().starts_with('"') {
+            serde_json::from_str(body.get())?
+        } else {
+            body.get().to_owned()
         };
         Ok(Some(Bytes::from(text)))
     }
 
-    /// The body as the way in is shown it: as Envoy would show it.
-    pub fn seen(body: Bytes, limit: usize) -> Body {
+    /// Converts the bytes to the [`RequestBody`] that Envoy would send.
+    pub fn to_body(body: Bytes, limit: usize) -> RequestBody {
         match body.len() {
-            0 => Body::Absent,
-            length if length > limit => Body::TooLarge {
+            0 => RequestBody::Absent,
+            length if length > limit => RequestBody::TooLarge {
                 shown: body,
                 bytes: length as u64,
             },
-            _ => Body::Whole(body),
+            _ => RequestBody::Whole(body),
         }
     }
 
-    /// A header by its name in any case.
+    /// Returns a header by its case-insensitive name.
     pub fn header(&self, name: &str) -> Option<Cow<'_, str>> {
         let found = self
             .headers
@@ -146,112 +150,118 @@ impl Question {
         found.map(|(_, value)| Cow::Borrowed(value.as_str()))
     }
 
-    /// The pool that the request is confined to.
-    pub fn pool_for(&self, intake: &Intake, path: &str) -> Option<Arc<str>> {
+    /// Returns the pool whose workers the request may use.
+    pub fn resolve_pool(&self, preprocessor: &RequestPreprocessor, path: &str) -> Option<Arc<str>> {
         self.pool
             .clone()
-            .or_else(|| intake.pool_of(path, &|name: &str| self.header(name)))
+            .or_else(|| preprocessor.pool_of(path, &|name: &str| self.header(name)))
     }
 
-    /// Replaces the model of the body as for a real request. The second value is the model that the client requested, if it was
-    /// replaced.
-    pub fn rewrite(
+    /// Rewrites the model in the body as for a real request. The second value is the requested
+    /// model, if it was rewritten.
+    pub fn rewrite_model(
         &self,
-        intake: &Intake,
+        preprocessor: &RequestPreprocessor,
         pool: Option<&str>,
-        body: Body,
-    ) -> (Body, Option<String>) {
-        let Body::Whole(bytes) = &body else {
+        body: RequestBody,
+    ) -> (RequestBody, Option<String>) {
+        let RequestBody::Whole(bytes) = &body else {
             return (body, None);
         };
-        match intake.rewrite(pool, &|name: &str| self.header(name), bytes, rand::random()) {
-            Some(rewritten) => (Body::Whole(rewritten.bytes), rewritten.requested),
+        match preprocessor.rewrite_model(
+            pool,
+            &|name: &str| self.header(name),
+            bytes,
+            rand::random(),
+        ) {
+            Some(rewritten) => (RequestBody::Whole(rewritten.bytes), rewritten.requested),
             None => (body, None),
         }
     }
 
-    /// The path, if need be as the body looks like.
-    pub fn path_for(&self, body: &[u8]) -> &str {
-        self.path.as_deref().unwrap_or_else(|| guess(body))
+    /// Returns the path, or a guess from the body.
+    pub fn resolve_path(&self, body: &[u8]) -> &str {
+        self.path.as_deref().unwrap_or_else(|| guess_path(body))
     }
 }
 
-/// The path of the API that a body is for, as far as can be seen.
-fn guess(body: &[u8]) -> &'static str {
+/// Guesses the API path from the body.
+fn guess_path(body: &[u8]) -> &'static str {
     #[derive(Deserialize)]
-    struct Shape {
+    struct BodyShape {
         messages: Option<IgnoredAny>,
         prompt: Option<IgnoredAny>,
     }
     match serde_json::from_slice(body) {
-        Ok(Shape {
+        Ok(BodyShape {
             messages: None,
             prompt: Some(_),
-        }) => COMPLETIONS,
-        _ => CHAT,
+        }) => COMPLETIONS_PATH,
+        _ => CHAT_PATH,
     }
 }
 
-/// The page, for as few askers at once as do not get in the way of what is routed.
-pub(super) fn page() -> MethodRouter<Admin> {
-    let places = Arc::new(Semaphore::new(AT_ONCE));
+/// Returns the handler of the page. Its concurrency is limited so that it does not compete with
+/// routing.
+pub(super) fn explain_route() -> MethodRouter<AdminState> {
+    let permits = Arc::new(Semaphore::new(MAX_CONCURRENT));
     post(
-        move |State(admin): State<Admin>, mut asked: Request| async move {
-            DefaultBodyLimit::max(admin.way_in.longest()).apply(&mut asked);
-            // Before the body is read, so that refused ones take no memory.
-            let Ok(_place) = places.try_acquire() else {
+        move |State(admin): State<AdminState>, mut request: Request| async move {
+            DefaultBodyLimit::max(admin.explain.max_request_bytes()).apply(&mut request);
+            // Acquired before the body is read, so that rejected requests use no memory.
+            let Ok(_permit) = permits.try_acquire() else {
                 let text = format!(
-                    "{AT_ONCE} questions are being answered already; ask again when they are done"
+                    "{MAX_CONCURRENT} explain requests are already running; try again later"
                 );
-                return refusal(StatusCode::TOO_MANY_REQUESTS, &text);
+                return error_response(StatusCode::TOO_MANY_REQUESTS, &text);
             };
-            explain(&admin, asked)
+            explain_request(&admin, request)
                 .await
-                .unwrap_or_else(|refused| refused)
+                .unwrap_or_else(|response| response)
         },
     )
 }
 
-async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
-    let Some(intake) = admin.way_in.intake.load_full() else {
-        let text = "the tokenizers are still being loaded; /readyz says when they are there";
-        return Err(refusal(StatusCode::SERVICE_UNAVAILABLE, text));
+async fn explain_request(admin: &AdminState, request: Request) -> Result<Response, Response> {
+    let Some(preprocessor) = admin.explain.preprocessor.load_full() else {
+        let text = "the tokenizers are still loading; see /readyz";
+        return Err(error_response(StatusCode::SERVICE_UNAVAILABLE, text));
     };
-    let accept = asked
+    let accept = request
         .headers()
         .get(header::ACCEPT)
         .and_then(|value| value.to_str().ok());
     let as_table = accept.is_some_and(|wanted| wanted.contains("text/plain"));
-    let arrived = tokio::time::timeout(ARRIVAL, Bytes::from_request(asked, &())).await;
+    let arrived = tokio::time::timeout(RECEIVE_TIMEOUT, Bytes::from_request(request, &())).await;
     let late = |_| {
-        refusal(
+        error_response(
             StatusCode::REQUEST_TIMEOUT,
-            "the question did not arrive in time",
+            "timed out while receiving the request",
         )
     };
     let text = arrived
         .map_err(late)?
         .map_err(IntoResponse::into_response)?;
-    let limit = admin.way_in.body_limit();
-    // Long ones take long enough to be in others' way.
-    let read = tokio::task::spawn_blocking(move || read(&text, limit)).await;
+    let limit = admin.explain.body_limit();
+    // Parsing a long body would block the async runtime.
+    let read = tokio::task::spawn_blocking(move || parse_request(&text, limit)).await;
     let failed = |_| {
-        refusal(
+        error_response(
             StatusCode::INTERNAL_SERVER_ERROR,
-            "the question could not be read",
+            "failed to parse the request",
         )
     };
-    let (question, path, seen) = read
+    let (question, path, body) = read
         .map_err(failed)?
-        .map_err(|wrong| refusal(StatusCode::BAD_REQUEST, &wrong))?;
-    let pool = question.pool_for(&intake, &path);
-    let (body, requested_model) = question.rewrite(&intake, pool.as_deref(), seen);
-    let taken = intake
-        .take_for(pool, &path, &|name| question.header(name), &body)
+        .map_err(|wrong| error_response(StatusCode::BAD_REQUEST, &wrong))?;
+    let pool = question.resolve_pool(&preprocessor, &path);
+    let (body, requested_model) = question.rewrite_model(&preprocessor, pool.as_deref(), body);
+    let preprocessed = preprocessor
+        .preprocess_for_pool(pool, &path, &|name| question.header(name), &body)
         .await;
     let mut explanation = admin
-        .entrance
-        .explain(taken.request, taken.session.as_ref());
+        .dispatcher
+        .explain(preprocessed.route_request, preprocessed.session.as_ref());
     explanation.requested_model = requested_model;
     debug!(path, "explained: {}", explanation.sentence);
     Ok(if as_table {
@@ -261,21 +271,24 @@ async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
     })
 }
 
-/// The question, its path and its body, or what is wrong with it.
-fn read(text: &[u8], limit: usize) -> Result<(Question, String, Body), String> {
+/// Returns the explain request, its path and its body, or an error message.
+fn parse_request(
+    text: &[u8],
+    limit: usize,
+) -> Result<(ExplainRequest, String, RequestBody), String> {
     let no_question = |error| {
-        format!("this is no question of the form {{\"path\", \"headers\", \"body\"}}: {error}")
+        format!("expected an object of the form {{\"path\", \"headers\", \"body\"}}: {error}")
     };
-    let question: Question = serde_json::from_slice(text).map_err(no_question)?;
+    let question: ExplainRequest = serde_json::from_slice(text).map_err(no_question)?;
     let body = question
         .body()
-        .map_err(|error| format!("the body is no text: {error}"))?
+        .map_err(|error| format!("invalid body string: {error}"))?
         .unwrap_or_default();
-    let path = question.path_for(&body).to_owned();
-    Ok((question, path, Question::seen(body, limit)))
+    let path = question.resolve_path(&body).to_owned();
+    Ok((question, path, ExplainRequest::to_body(body, limit)))
 }
 
-fn refusal(status: StatusCode, text: &str) -> Response {
+fn error_response(status: StatusCode, text: &str) -> Response {
     (status, Json(json!({ "error": text }))).into_response()
 }
 

@@ -1,17 +1,18 @@
-//! `/debug/fleet`: who serves, how far each rank's event source can be believed and why, and what engines say of themselves.
+//! `/debug/fleet`: the workers, the state of each rank's KV event source, and the settings that
+//! engines report.
 
 use axum::Json;
 use axum::extract::State;
 use serde_json::{Value, json};
+use warmroute_core::router::Router;
 
-use super::Admin;
-use crate::router::Router;
+use super::AdminState;
 
-pub(super) async fn page(State(admin): State<Admin>) -> Json<Value> {
-    Json(fleet(admin.entrance.router()))
+pub(super) async fn fleet_page(State(admin): State<AdminState>) -> Json<Value> {
+    Json(fleet_json(admin.dispatcher.router()))
 }
 
-fn fleet(router: &Router) -> Value {
+fn fleet_json(router: &Router) -> Value {
     let fleet = router.fleet();
     let mut page = json!(*fleet);
     let members = page["members"]
@@ -19,13 +20,13 @@ fn fleet(router: &Router) -> Value {
         .map(Vec::as_mut_slice)
         .unwrap_or_default();
     for (shown, member) in members.iter_mut().zip(fleet.members()) {
-        let mut source = json!(router.trust(member.rank));
+        let mut source = json!(router.source_status(member.rank));
         let facts = json!(router.sources().facts(member.rank));
         if let (Some(source), Value::Object(facts)) = (source.as_object_mut(), facts) {
             source.extend(facts);
         }
         shown["source"] = source;
-        if let Some((learned, mismatches)) = router.sources().learned(member.rank.worker) {
+        if let Some((learned, mismatches)) = router.sources().engine_settings(member.rank.worker) {
             shown["learned"] = json!(learned);
             shown["mismatches"] = json!(mismatches);
         }

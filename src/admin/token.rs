@@ -1,5 +1,6 @@
-//! The token that the pages ask for. Only its hash is kept, and hashes are compared in constant time, so that neither a dump
-//! of our memory nor a clock tells it. Probes ask for nothing: an orchestrator has no token.
+//! Bearer token of the admin pages. Only its hash is stored, and hashes are compared in constant
+//! time, so neither a memory dump nor the response time reveals it. Probes need no token, because
+//! orchestrators have none.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,50 +14,50 @@ use axum::response::{IntoResponse as _, Response};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use crate::metrics::{Metrics, OutcomeLabel};
-use crate::tls::Secret;
+use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::tls::FileBacked;
 
-/// Pages that everybody may see.
-const PROBES: [&str; 2] = ["/healthz", "/readyz"];
+/// Paths that need no token.
+const PROBE_PATHS: [&str; 2] = ["/healthz", "/readyz"];
 
-/// A token out of a file, read again when that changes.
-pub struct Token {
+/// Token from a file. Reloads when the file changes.
+pub struct AdminToken {
     path: PathBuf,
     hash: ArcSwap<blake3::Hash>,
-    /// What was wrong with the file when it was last read.
-    trouble: Mutex<Option<String>>,
+    /// Error of the last read; `None` if it succeeded.
+    last_error: Mutex<Option<String>>,
     metrics: Arc<Metrics>,
 }
 
-impl Token {
-    /// Reads the file; what is wrong with it, where it cannot be used.
+impl AdminToken {
+    /// Reads the token file. Returns an error message if it is unusable.
     pub fn load(path: PathBuf, metrics: Arc<Metrics>) -> Result<Arc<Self>, String> {
-        let hash = ArcSwap::from_pointee(Self::read(&path)?);
+        let hash = ArcSwap::from_pointee(Self::hash_file(&path)?);
         Ok(Arc::new(Self {
             path,
             hash,
-            trouble: Mutex::new(None),
+            last_error: Mutex::new(None),
             metrics,
         }))
     }
 
-    pub(super) fn read(path: &Path) -> Result<blake3::Hash, String> {
+    pub(super) fn hash_file(path: &Path) -> Result<blake3::Hash, String> {
         let text = std::fs::read(path)
             .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
         let token = text.trim_ascii();
         if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {
             return Err(format!(
-                "{} is not one line of letters, digits and signs; put a token there",
+                "{} must contain a token: one line of printable ASCII characters",
                 path.display()
             ));
         }
         Ok(blake3::hash(token))
     }
 
-    /// Whether a request has it.
-    fn admits(&self, headers: &HeaderMap) -> bool {
+    /// Returns whether the `authorization` header contains the token.
+    fn is_authorized(&self, headers: &HeaderMap) -> bool {
         let mut given = headers.get_all(header::AUTHORIZATION).iter();
-        // Of two, nobody can say which one is meant.
+        // Two headers are ambiguous and rejected.
         let (Some(value), None) = (given.next(), given.next()) else {
             return false;
         };
@@ -67,37 +68,38 @@ impl Token {
             && blake3::hash(token.trim_ascii()) == **self.hash.load()
     }
 
-    fn count(&self, outcome: &'static str) {
+    fn count_reload(&self, outcome: &'static str) {
         self.metrics
+            .listeners
             .admin_token_reloads
             .get_or_create(&OutcomeLabel { outcome })
             .inc();
     }
 }
 
-impl Secret for Token {
+impl FileBacked for AdminToken {
     fn files(&self) -> Vec<PathBuf> {
         vec![self.path.clone()]
     }
 
     fn reload(&self) {
-        let mut trouble = self.trouble.lock();
-        match Self::read(&self.path) {
+        let mut trouble = self.last_error.lock();
+        match Self::hash_file(&self.path) {
             Ok(hash) => {
                 *trouble = None;
                 if hash != **self.hash.load() {
                     self.hash.store(Arc::new(hash));
-                    self.count("applied");
-                    info!("new token for the admin pages in use");
+                    self.count_reload("applied");
+                    info!("admin token reloaded");
                 }
             }
             Err(error) => {
                 if trouble.as_ref() != Some(&error) {
                     warn!(
                         error,
-                        "token for the admin pages not usable; the one in use is kept"
+                        "admin token reload rejected; the current token stays active"
                     );
-                    self.count("invalid");
+                    self.count_reload("invalid");
                 }
                 *trouble = Some(error);
             }
@@ -105,19 +107,23 @@ impl Secret for Token {
     }
 }
 
-/// The same pages, for those who have the token.
-pub fn protect(routes: Routes, token: Arc<Token>) -> Routes {
-    routes.layer(middleware::from_fn_with_state(token, check))
+/// Wraps routes so that they require the token.
+pub fn require_token(routes: Routes, token: Arc<AdminToken>) -> Routes {
+    routes.layer(middleware::from_fn_with_state(token, check_token))
 }
 
-async fn check(State(token): State<Arc<Token>>, request: Request, next: Next) -> Response {
-    if PROBES.contains(&request.uri().path()) || token.admits(request.headers()) {
+async fn check_token(
+    State(token): State<Arc<AdminToken>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    if PROBE_PATHS.contains(&request.uri().path()) || token.is_authorized(request.headers()) {
         return next.run(request).await;
     }
     (
         StatusCode::UNAUTHORIZED,
         [(header::WWW_AUTHENTICATE, "Bearer")],
-        "this page asks for the token\n",
+        "this page requires a bearer token\n",
     )
         .into_response()
 }
@@ -134,11 +140,11 @@ mod tests {
     }
 
     #[test]
-    fn only_the_token_admits() {
+    fn only_the_token_authorizes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         std::fs::write(&path, "s3cret\n").unwrap();
-        let token = Token::load(path.clone(), Arc::new(Metrics::new())).unwrap();
+        let token = AdminToken::load(path.clone(), Arc::new(Metrics::new())).unwrap();
         for (given, admitted) in [
             (&["Bearer s3cret"][..], true),
             (&["bearer s3cret"], true),
@@ -154,24 +160,25 @@ mod tests {
             (&["Bearer S3CRET"], false),
             (&["Bearer s3cret", "Bearer s3cret"], false),
         ] {
-            assert_eq!(token.admits(&headers(given)), admitted, "{given:?}");
+            assert_eq!(token.is_authorized(&headers(given)), admitted, "{given:?}");
         }
     }
 
     #[test]
-    fn a_new_token_replaces_the_old_one_and_an_unusable_one_does_not() {
+    fn token_reload_replaces_only_with_valid_token() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         let metrics = Arc::new(Metrics::new());
         assert!(
-            Token::load(path.clone(), metrics.clone()).is_err(),
+            AdminToken::load(path.clone(), metrics.clone()).is_err(),
             "there is no file"
         );
         std::fs::write(&path, "one").unwrap();
-        let token = Token::load(path.clone(), metrics.clone()).unwrap();
+        let token = AdminToken::load(path.clone(), metrics.clone()).unwrap();
         let counts = || {
             let count = |outcome| {
                 metrics
+                    .listeners
                     .admin_token_reloads
                     .get_or_create(&OutcomeLabel { outcome })
                     .get()
@@ -188,18 +195,18 @@ mod tests {
             std::fs::write(&path, content).unwrap();
             token.reload();
             assert!(
-                token.admits(&headers(&[&format!("Bearer {admitted}")])),
+                token.is_authorized(&headers(&[&format!("Bearer {admitted}")])),
                 "{content:?}"
             );
             assert_eq!(counts(), counted, "{content:?}");
         }
         assert!(
-            !token.admits(&headers(&["Bearer one"])),
+            !token.is_authorized(&headers(&["Bearer one"])),
             "the old one is worth nothing"
         );
         std::fs::remove_file(&path).unwrap();
         token.reload();
-        assert!(token.admits(&headers(&["Bearer two"])));
+        assert!(token.is_authorized(&headers(&["Bearer two"])));
         assert_eq!(counts(), (1, 2));
     }
 }

@@ -1,108 +1,114 @@
-//! Everything that requests booked through the service hold. The ledger knows their reservations and decides how long they
-//! last; what else belongs to a request (the right to try a worker, its hold on predicted blocks, its session) lies beside
-//! it under the same name, and goes when the reservation goes.
+//! Bookings made through the gRPC service. The ledger holds the reservations and decides when they
+//! expire. Everything else that belongs to a request (health probes, predictions, the session) is
+//! stored beside the reservation and dropped with it.
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tracing::info;
+use warmroute_core::health::{self, HealthProbe};
+use warmroute_core::load::ledger::{
+    self, AttemptState, BookingLedger, LedgerChange, LedgerRules, RequestAttempt,
+};
+use warmroute_core::load::{LoadBooking, LoadTracker};
+use warmroute_core::router::{ExternalBooking, Placement, RequestPredictions, Route, Router};
+use warmroute_core::sessions::SessionLease;
+use warmroute_core::worker::{WorkerId, WorkerRank};
+use warmroute_metrics::Metrics;
 
-use super::fault::Fault;
-use crate::entrance::Admitted;
-use crate::health::{self, Probe};
-use crate::load::ledger::{self, Attempt, Change, Known, Ledger, Rules};
-use crate::load::{Booking, LoadTracker};
-use crate::metrics::Metrics;
-use crate::router::{Booked, BookedPredictions, Foreign, Route, Router};
-use crate::sessions::Hold;
-use crate::worker::{WorkerId, WorkerRank};
+use super::error::ApiError;
+use crate::dispatch::ActiveRequest;
 
-/// All bookings.
-pub(super) struct Bookings {
-    state: Mutex<State>,
+/// Table of all bookings.
+pub(super) struct BookingTable {
+    state: Mutex<LedgerState>,
     metrics: Arc<Metrics>,
 }
 
-struct State {
-    ledger: Ledger<Beside>,
+struct LedgerState {
+    ledger: BookingLedger<BookingExtras>,
 }
 
-/// What a request holds beside its reservation.
+/// Guards and results of a request beside its reservation.
 #[derive(Default)]
-struct Beside {
-    /// The answer it got, if it was routed here.
+struct BookingExtras {
+    /// The returned route, if the service routed the request.
     route: Option<Arc<Route>>,
-    added: Option<Added>,
-    predictions: BookedPredictions,
-    probes: Vec<Probe>,
-    _session: Option<Hold>,
+    summary: Option<BookingSummary>,
+    predictions: RequestPredictions,
+    probes: Vec<HealthProbe>,
+    _session: Option<SessionLease>,
 }
 
-impl ledger::Beside for Beside {
-    /// Only the answers stay, for who asks again.
-    fn end(&mut self) {
+impl ledger::BookingAttachment for BookingExtras {
+    /// Drops the guards and retains the results for repeated calls.
+    fn on_booking_end(&mut self) {
         *self = Self {
             route: self.route.take(),
-            added: self.added,
+            summary: self.summary,
             ..Self::default()
         };
     }
 }
 
-/// Where a request is booked first of all, and what it counts for there.
+/// First booking of a request: the rank and its load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Added {
+pub(super) struct BookingSummary {
     pub(super) rank: WorkerRank,
     pub(super) prefill_tokens: u64,
     pub(super) prompt_blocks: u64,
 }
 
-impl Added {
-    fn of(booking: &Booking) -> Self {
+impl BookingSummary {
+    fn new(booking: &LoadBooking) -> Self {
         let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
         let prefill_tokens = if booking.track_prefill { uncached } else { 0 };
         Self {
             rank: booking.rank,
             prefill_tokens,
-            prompt_blocks: booking.sequences.blocks() as u64,
+            prompt_blocks: booking.sequences.block_count() as u64,
         }
     }
 }
 
-/// What became of a booking.
+/// Outcome of a booking.
 #[derive(Clone, Debug)]
-pub(super) enum Kept<T> {
-    /// It was booked now.
-    Now(T),
-    /// The same attempt had booked before.
-    Before(T),
+pub(super) enum BookOutcome<T> {
+    /// The call booked the request.
+    New(T),
+    /// An earlier call of the same attempt booked it.
+    Existing(T),
 }
 
-impl Bookings {
-    pub(super) fn new(load: Arc<LoadTracker>, rules: Rules, metrics: Arc<Metrics>) -> Self {
+impl BookingTable {
+    pub(super) fn new(load: Arc<LoadTracker>, rules: LedgerRules, metrics: Arc<Metrics>) -> Self {
         Self {
-            state: Mutex::new(State {
-                ledger: Ledger::new(load, rules),
+            state: Mutex::new(LedgerState {
+                ledger: BookingLedger::new(load, rules),
             }),
             metrics,
         }
     }
 
-    /// The route that the attempt got before, if it is or was booked; refused where it could not be booked. An earlier
-    /// attempt ends here, and not only when this one has had its turn.
-    pub(super) fn again(&self, attempt: Attempt<'_>) -> Result<Option<Arc<Route>>, Fault> {
-        self.change(|state| state.again(attempt))
+    /// Returns the route of an earlier call of the same attempt, or an error if the attempt cannot
+    /// be booked. Earlier attempts end here, before this attempt waits in the queue.
+    pub(super) fn find_route(
+        &self,
+        attempt: RequestAttempt<'_>,
+    ) -> Result<Option<Arc<Route>>, ApiError> {
+        self.update(|state| state.find_route(attempt))
     }
 
-    /// Keeps what was booked for a request. Where the same attempt has been booked meanwhile, that stays, and this goes.
-    pub(super) fn keep(
+    /// Stores the booking of a routed request. If the same attempt was booked meanwhile, that
+    /// booking stays and this one is dropped.
+    pub(super) fn store(
         &self,
-        attempt: Attempt<'_>,
-        admitted: Admitted,
-    ) -> Result<Kept<Arc<Route>>, Fault> {
-        let Admitted {
-            booked:
-                Booked {
+        attempt: RequestAttempt<'_>,
+        admitted: ActiveRequest,
+    ) -> Result<BookOutcome<Arc<Route>>, ApiError> {
+        let ActiveRequest {
+            placement:
+                Placement {
                     route,
                     reservation,
                     probes,
@@ -112,123 +118,126 @@ impl Bookings {
             session,
             ..
         } = admitted;
-        let (route, added) = (
-            Arc::new(route),
-            reservation.bookings().next().map(Added::of),
-        );
-        self.change(|state| {
-            if let Some(route) = state.again(attempt)? {
-                return Ok(Kept::Before(route));
+        let route = Arc::new(route);
+        let added = reservation.bookings().next().map(BookingSummary::new);
+        self.update(|state| {
+            if let Some(route) = state.find_route(attempt)? {
+                return Ok(BookOutcome::Existing(route));
             }
-            state.ledger.keep(attempt, reservation)?;
-            state.beside(
+            state.ledger.adopt(attempt, reservation)?;
+            state.set_extras(
                 attempt,
-                Beside {
+                BookingExtras {
                     route: Some(route.clone()),
-                    added,
+                    summary: added,
                     predictions,
                     probes,
                     _session: session,
                 },
             );
-            Ok(Kept::Now(route))
+            Ok(BookOutcome::New(route))
         })
     }
 
-    /// Books what somebody else routed. The same once more finds what was booked before.
-    pub(super) fn add(
+    /// Books a request that the caller routed. A repeated call returns the existing booking.
+    pub(super) fn add_external(
         &self,
-        attempt: Attempt<'_>,
-        foreign: &Foreign,
+        attempt: RequestAttempt<'_>,
+        foreign: &ExternalBooking,
         router: &Router,
-    ) -> Result<Kept<Added>, Fault> {
-        self.change(|state| {
-            if let Some(Known::Booked(_, _, beside) | Known::Ended(beside)) =
-                state.ledger.known(attempt)
-                && let Some(added) = beside.added
+    ) -> Result<BookOutcome<BookingSummary>, ApiError> {
+        self.update(|state| {
+            if let Some(AttemptState::Booked(_, _, beside) | AttemptState::Ended(beside)) =
+                state.ledger.attempt_state(attempt)
+                && let Some(added) = beside.summary
             {
                 if added.rank != foreign.booking.rank {
-                    return Err(booked_elsewhere(attempt, added.rank));
+                    return Err(rank_mismatch_error(attempt, added.rank));
                 }
                 state.ledger.touch(attempt);
-                return Ok(Kept::Before(added));
+                return Ok(BookOutcome::Existing(added));
             }
             state.ledger.add(attempt, vec![foreign.booking.clone()])?;
-            let added = Added::of(&foreign.booking);
-            let predictions = router.expect_cached(foreign);
-            state.beside(
+            let added = BookingSummary::new(&foreign.booking);
+            let predictions = router.predict_external(foreign);
+            state.set_extras(
                 attempt,
-                Beside {
-                    added: Some(added),
+                BookingExtras {
+                    summary: Some(added),
                     predictions,
-                    ..Beside::default()
+                    ..BookingExtras::default()
                 },
             );
-            Ok(Kept::Now(added))
+            Ok(BookOutcome::New(added))
         })
     }
 
-    /// The first token came: the workers answer, and the prefill took so long.
+    /// Records the first token: the prefill ends, its duration is learned, and the workers are
+    /// healthy.
     pub(super) fn mark_prefill_completed(
         &self,
-        attempt: Attempt<'_>,
+        attempt: RequestAttempt<'_>,
         router: &Router,
-    ) -> Result<Change, Fault> {
-        self.change(|state| {
-            let (held, since, probes) = match state.ledger.known(attempt) {
-                Some(Known::Booked(held, since, beside)) => {
+    ) -> Result<LedgerChange, ApiError> {
+        self.update(|state| {
+            let (held, since, probes) = match state.ledger.attempt_state(attempt) {
+                Some(AttemptState::Booked(held, since, beside)) => {
                     (held, since, std::mem::take(&mut beside.probes))
                 }
-                Some(Known::Ended(_)) => return Ok(Change::None),
-                None => return Err(not_booked(attempt)),
+                Some(AttemptState::Ended(_)) => return Ok(LedgerChange::Unchanged),
+                None => return Err(not_booked_error(attempt)),
             };
-            let workers: Vec<_> = held.parts().map(|(_, rank)| rank.worker).collect();
+            let workers: Vec<_> = held.booked_slots().map(|(_, rank)| rank.worker).collect();
             let prefill = held
                 .bookings()
                 .find(|booking| booking.track_prefill)
                 .cloned();
             let change = state.ledger.mark_prefill_completed(attempt);
-            if change == Change::Applied {
+            if change == LedgerChange::Applied {
                 let took = router.load().now().saturating_duration_since(since);
                 prefill
                     .iter()
-                    .for_each(|booking| router.prefill_took(booking, took));
+                    .for_each(|booking| router.record_booking_prefill_time(booking, took));
             }
-            if change == Change::Applied || !probes.is_empty() {
-                tell(router.heard(&workers, probes, 200), 200);
+            if change == LedgerChange::Applied || !probes.is_empty() {
+                log_health_changes(router.report_status(&workers, probes, 200), 200);
             }
             Ok(change)
         })
     }
 
-    pub(super) fn output_block(
+    pub(super) fn add_output_block(
         &self,
-        attempt: Attempt<'_>,
+        attempt: RequestAttempt<'_>,
         fraction: Option<f64>,
-    ) -> Result<(), Fault> {
-        self.change(|state| {
-            match state.ledger.known(attempt) {
-                Some(Known::Booked(_, _, beside)) => beside.predictions.grow(),
-                Some(Known::Ended(_)) | None => return Err(not_booked(attempt)),
+    ) -> Result<(), ApiError> {
+        self.update(|state| {
+            match state.ledger.attempt_state(attempt) {
+                Some(AttemptState::Booked(_, _, beside)) => beside.predictions.add_output_block(),
+                Some(AttemptState::Ended(_)) | None => return Err(not_booked_error(attempt)),
             }
-            state.ledger.output_block(attempt, fraction);
+            state.ledger.add_output_block(attempt, fraction);
             Ok(())
         })
     }
 
-    /// The request has ended, perhaps with a status of the worker that answers.
+    /// Releases the booking and records the worker's HTTP status, if given.
     pub(super) fn free(
         &self,
-        attempt: Attempt<'_>,
+        attempt: RequestAttempt<'_>,
         status: Option<u16>,
         router: &Router,
-    ) -> Change {
-        self.change(|state| {
-            if let Some(Known::Booked(held, _, beside)) = state.ledger.known(attempt)
+    ) -> LedgerChange {
+        self.update(|state| {
+            if let Some(AttemptState::Booked(held, _, beside)) = state.ledger.attempt_state(attempt)
                 && let (Some(rank), Some(status)) = (held.rank(), status)
             {
-                tell(
-                    router.heard(&[rank.worker], std::mem::take(&mut beside.probes), status),
+                log_health_changes(
+                    router.report_status(
+                        &[rank.worker],
+                        std::mem::take(&mut beside.probes),
+                        status,
+                    ),
                     status,
                 );
             }
@@ -236,67 +245,69 @@ impl Bookings {
         })
     }
 
-    /// Ends what was silent for too long; says how many.
+    /// Releases expired bookings and returns their number.
     pub(super) fn expire(&self) -> usize {
-        self.change(|state| state.ledger.expire())
+        self.update(|state| state.ledger.expire())
     }
 
-    /// Changes something. The ledger may drop reservations on any occasion, so it is counted afterwards.
-    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+    /// Runs a change under the lock. The ledger may drop reservations in any call, so the metrics
+    /// are updated afterwards.
+    fn update<T>(&self, change: impl FnOnce(&mut LedgerState) -> T) -> T {
         let mut state = self.state.lock();
         let expired = state.ledger.counts().expired;
         let changed = change(&mut state);
         let counts = state.ledger.counts();
-        self.metrics.api_bookings.set(counts.bookings as i64);
+        self.metrics.api.bookings.set(counts.bookings as i64);
         self.metrics
-            .api_bookings_expired
+            .api
+            .expired_bookings
             .inc_by(counts.expired - expired);
         changed
     }
 }
 
-impl State {
-    fn again(&mut self, attempt: Attempt<'_>) -> Result<Option<Arc<Route>>, Fault> {
-        let beside = match self.ledger.known(attempt) {
-            Some(Known::Booked(_, _, beside) | Known::Ended(beside)) => beside,
+impl LedgerState {
+    fn find_route(&mut self, attempt: RequestAttempt<'_>) -> Result<Option<Arc<Route>>, ApiError> {
+        let beside = match self.ledger.attempt_state(attempt) {
+            Some(AttemptState::Booked(_, _, beside) | AttemptState::Ended(beside)) => beside,
             None => {
-                self.ledger.make_room(attempt)?;
+                self.ledger.ensure_capacity(attempt)?;
                 return Ok(None);
             }
         };
-        match (beside.route.clone(), beside.added) {
+        match (beside.route.clone(), beside.summary) {
             (Some(route), _) => {
                 self.ledger.touch(attempt);
                 Ok(Some(route))
             }
-            // Booked by `AddRequest`: there is no answer to give again.
-            (None, Some(added)) => Err(booked_elsewhere(attempt, added.rank)),
+            // Booked by `AddRequest`: there is no route to return.
+            (None, Some(added)) => Err(rank_mismatch_error(attempt, added.rank)),
             (None, None) => Ok(None),
         }
     }
 
-    fn beside(&mut self, attempt: Attempt<'_>, new: Beside) {
-        if let Some(Known::Booked(_, _, beside)) = self.ledger.known(attempt) {
+    fn set_extras(&mut self, attempt: RequestAttempt<'_>, new: BookingExtras) {
+        if let Some(AttemptState::Booked(_, _, beside)) = self.ledger.attempt_state(attempt) {
             *beside = new;
         }
     }
 }
 
-fn tell(changes: Vec<(WorkerId, health::Change)>, status: u16) {
+fn log_health_changes(changes: Vec<(WorkerId, health::HealthChange)>, status: u16) {
     for (worker, change) in changes {
-        info!(%worker, status, ?change, "the health of a worker changed");
+        info!(%worker, status, ?change, "worker health changed");
     }
 }
 
-fn not_booked(attempt: Attempt<'_>) -> Fault {
-    Fault::NotBooked {
+fn not_booked_error(attempt: RequestAttempt<'_>) -> ApiError {
+    ApiError::NotBooked {
         request: attempt.request.to_owned(),
         number: attempt.number,
     }
 }
 
-fn booked_elsewhere(attempt: Attempt<'_>, rank: WorkerRank) -> Fault {
-    Fault::BookedElsewhere {
+fn rank_mismatch_error(attempt: RequestAttempt<'_>, rank: WorkerRank) -> ApiError {
+    ApiError::RankMismatch {
         request: attempt.request.to_owned(),
         number: attempt.number,
         rank,

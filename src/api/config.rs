@@ -1,87 +1,88 @@
-//! Settings of the service for callers that are not Envoy.
+//! Configuration of the gRPC service.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::load::ledger::Rules;
-use crate::settings::{Period, Problem};
-use crate::tls::{ListenerExposure, TlsConfig};
+use warmroute_core::load::ledger::LedgerRules;
+use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
+use warmroute_settings::{Period, Problem};
 
-/// `api:`: the router as a gRPC service. Whoever reaches it may book load and pin requests, and nobody is asked who he is;
-/// so it is off unless the section is there.
+/// `api:`: the router as a gRPC service. Every client that reaches it can book load and pin
+/// requests, and clients are not authenticated. The service is off unless the section exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ApiConfig {
-    /// Where it listens.
-    pub listen: SocketAddr,
-    /// TLS; none: plaintext.
+    /// Listen address.
+    pub address: SocketAddr,
+    /// TLS settings; `None` for plaintext.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
-    /// Serve everybody who reaches an address that is not loopback.
+    /// Whether the service is offered without protection on an address that is not loopback.
     pub unprotected: bool,
-    /// A booking of which nothing was heard for longer than this is released.
-    pub silence: Period,
-    /// Most bookings at a time.
-    pub bookings: u32,
-    /// Most blocks of one prompt.
-    pub most_blocks: u32,
-    /// Most blocks that all bookings together hold.
-    pub booked_blocks: u32,
+    /// Lifetime of a booking without calls.
+    pub booking_timeout: Period,
+    /// Maximum number of bookings.
+    pub max_bookings: u32,
+    /// Maximum number of blocks of one prompt.
+    pub max_prompt_blocks: u32,
+    /// Maximum number of blocks of all bookings together.
+    pub max_booked_blocks: u32,
 }
 
 impl Default for ApiConfig {
     fn default() -> Self {
         Self {
-            listen: (Ipv4Addr::LOCALHOST, 9903).into(),
+            address: (Ipv4Addr::LOCALHOST, 9903).into(),
             tls: None,
             unprotected: false,
-            silence: Period::seconds(300),
-            bookings: 1 << 20,
-            most_blocks: 1 << 17,
-            booked_blocks: 1 << 25,
+            booking_timeout: Period::seconds(300),
+            max_bookings: 1 << 20,
+            max_prompt_blocks: 1 << 17,
+            max_booked_blocks: 1 << 25,
         }
     }
 }
 
 impl ApiConfig {
-    /// Mistakes of meaning.
+    /// Returns semantic errors.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems = self.exposure();
-        if self.silence.get() == Duration::ZERO {
-            let text = "every booking would end at once; give the time in which callers give a sign of life, such as 300s";
-            problems.push(Problem::of("silence", text));
+        let mut problems = self.exposure_problems();
+        if self.booking_timeout.get() == Duration::ZERO {
+            let text = "every booking would expire immediately; set the longest time between two \
+            calls of a client, for example 300s";
+            problems.push(Problem::of("booking_timeout", text));
         }
-        if self.bookings == 0 {
+        if self.max_bookings == 0 {
             problems.push(Problem::of(
-                "bookings",
-                "nothing could ever be booked; give at least 1",
+                "max_bookings",
+                "no request could be booked; set at least 1",
             ));
         }
-        if self.most_blocks == 0 {
+        if self.max_prompt_blocks == 0 {
             problems.push(Problem::of(
-                "most_blocks",
-                "no prompt could ever be asked about; give at least 1",
+                "max_prompt_blocks",
+                "no prompt could be queried; set at least 1",
             ));
         }
-        if self.booked_blocks < self.most_blocks {
-            let text = "a prompt of `most_blocks` could never be booked; give at least as much";
-            problems.push(Problem::of("booked_blocks", text));
+        if self.max_booked_blocks < self.max_prompt_blocks {
+            let text = "a prompt of `max_prompt_blocks` could not be booked; set at least as many";
+            problems.push(Problem::of("max_booked_blocks", text));
         }
         problems
     }
 
-    /// Who could reach it who should not.
-    fn exposure(&self) -> Vec<Problem> {
+    /// Returns errors about a listener that is exposed without protection.
+    fn exposure_problems(&self) -> Vec<Problem> {
         let mut problems: Vec<_> = self.tls.iter().flat_map(TlsConfig::problems).collect();
         problems = problems
             .into_iter()
             .map(|problem| problem.within("tls"))
             .collect();
         let exposure = ListenerExposure {
-            key: "listen",
-            listen: self.listen,
+            key: "address",
+            listen: self.address,
             tls: self.tls.as_ref(),
             unprotected: self.unprotected,
             risk: "book load and pin requests",
@@ -90,16 +91,17 @@ impl ApiConfig {
         problems
     }
 
-    /// What bookings have to keep to.
-    pub fn rules(&self) -> Rules {
-        let most = self.bookings as usize;
-        // Enough for words that are repeated; a shorter memory only means that the oldest may be booked again.
+    /// Returns the limits of the ledger.
+    pub fn ledger_rules(&self) -> LedgerRules {
+        let most = self.max_bookings as usize;
+        // Enough to recognize repeated calls. With fewer, the oldest ended attempt could be booked
+        // again.
         let ended = (most / 8).max(64);
-        Rules {
-            silence: self.silence.get(),
-            most,
-            blocks: self.booked_blocks as usize,
-            ended,
+        LedgerRules {
+            idle_timeout: self.booking_timeout.get(),
+            max_bookings: most,
+            max_blocks: self.max_booked_blocks as usize,
+            max_ended: ended,
         }
     }
 }

@@ -1,13 +1,13 @@
-//! Changes of a cache as messages, there and back: the index can be told to somebody else, and be built from what was
-//! told.
+//! Conversions between KV events and proto messages. An index can be exported as events and rebuilt
+//! from them.
 
 use std::num::NonZeroU32;
 
+use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
+use warmroute_core::index::{GroupNeed, KvEvent, StoredBlock};
+
 use super::pb;
 use super::pb::event::Change;
-use crate::block::{EngineHash, LocalHash};
-use crate::index::{GroupNeed, KvEvent, StoredBlock};
-use crate::tier::Tier;
 
 impl From<KvEvent> for pb::Event {
     fn from(event: KvEvent) -> Self {
@@ -18,12 +18,12 @@ impl From<KvEvent> for pb::Event {
                 tier,
             } => Change::Stored(pb::Stored {
                 parent: parent.map(|parent| parent.0),
-                blocks: blocks.iter().map(stored_block).collect(),
-                tier: tier_to(tier).into(),
+                blocks: blocks.iter().map(stored_block_to_proto).collect(),
+                tier: tier_to_proto(tier).into(),
             }),
             KvEvent::Removed { blocks, tier } => Change::Removed(pb::Removed {
-                blocks: numbers(&blocks),
-                tier: tier_to(tier).into(),
+                blocks: hashes_to_proto(&blocks),
+                tier: tier_to_proto(tier).into(),
             }),
             KvEvent::GroupStored {
                 group,
@@ -31,7 +31,7 @@ impl From<KvEvent> for pb::Event {
                 blocks,
             } => {
                 let need = match need {
-                    GroupNeed::Last { blocks, stride } => Some(pb::GroupNeed {
+                    GroupNeed::Trailing { blocks, stride } => Some(pb::GroupNeed {
                         blocks,
                         stride: stride.get(),
                     }),
@@ -40,12 +40,12 @@ impl From<KvEvent> for pb::Event {
                 Change::GroupStored(pb::GroupStored {
                     group,
                     need,
-                    blocks: numbers(&blocks),
+                    blocks: hashes_to_proto(&blocks),
                 })
             }
             KvEvent::GroupRemoved { group, blocks } => Change::GroupRemoved(pb::GroupRemoved {
                 group,
-                blocks: numbers(&blocks),
+                blocks: hashes_to_proto(&blocks),
             }),
             KvEvent::Cleared => Change::Cleared(pb::Cleared {}),
         };
@@ -55,99 +55,105 @@ impl From<KvEvent> for pb::Event {
     }
 }
 
-/// A message that says no event.
+/// Error for a message that is not a valid event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoEvent {
-    /// It says nothing, or something that a later version knows.
-    #[error("the event says no change that is known")]
-    Change,
-    /// A tier that a later version knows, or none.
-    #[error("the event names no tier that is known")]
-    Tier,
+pub enum InvalidEventError {
+    /// No change, or a change of a later protocol version.
+    #[error("the event has no known change")]
+    UnknownChange,
+    /// No tier, or a tier of a later protocol version.
+    #[error("the event has no known tier")]
+    UnknownTier,
     /// A stride of 0.
-    #[error("the blocks of a cache group cover nothing")]
-    Stride,
+    #[error("the stride of a cache group is 0")]
+    ZeroStride,
 }
 
 impl TryFrom<pb::Event> for KvEvent {
-    type Error = NoEvent;
+    type Error = InvalidEventError;
 
-    fn try_from(event: pb::Event) -> Result<Self, NoEvent> {
-        Ok(match event.change.ok_or(NoEvent::Change)? {
-            Change::Stored(stored) => KvEvent::Stored {
-                parent: stored.parent.map(EngineHash),
-                tier: tier_of(stored.tier())?,
-                blocks: stored.blocks.into_iter().map(block_of).collect(),
-            },
-            Change::Removed(removed) => KvEvent::Removed {
-                tier: tier_of(removed.tier())?,
-                blocks: names(removed.blocks),
-            },
-            Change::GroupStored(pb::GroupStored {
-                group,
-                need,
-                blocks,
-            }) => {
-                let need = match need {
-                    None => GroupNeed::Unknown,
-                    Some(pb::GroupNeed { blocks, stride }) => GroupNeed::Last {
-                        blocks,
-                        stride: NonZeroU32::new(stride).ok_or(NoEvent::Stride)?,
-                    },
-                };
-                KvEvent::GroupStored {
+    fn try_from(event: pb::Event) -> Result<Self, InvalidEventError> {
+        Ok(
+            match event.change.ok_or(InvalidEventError::UnknownChange)? {
+                Change::Stored(stored) => KvEvent::Stored {
+                    parent: stored.parent.map(EngineHash),
+                    tier: tier_from_proto(stored.tier())?,
+                    blocks: stored
+                        .blocks
+                        .into_iter()
+                        .map(stored_block_from_proto)
+                        .collect(),
+                },
+                Change::Removed(removed) => KvEvent::Removed {
+                    tier: tier_from_proto(removed.tier())?,
+                    blocks: hashes_from_proto(removed.blocks),
+                },
+                Change::GroupStored(pb::GroupStored {
                     group,
                     need,
-                    blocks: names(blocks),
+                    blocks,
+                }) => {
+                    let need = match need {
+                        None => GroupNeed::Unknown,
+                        Some(pb::GroupNeed { blocks, stride }) => GroupNeed::Trailing {
+                            blocks,
+                            stride: NonZeroU32::new(stride).ok_or(InvalidEventError::ZeroStride)?,
+                        },
+                    };
+                    KvEvent::GroupStored {
+                        group,
+                        need,
+                        blocks: hashes_from_proto(blocks),
+                    }
                 }
-            }
-            Change::GroupRemoved(pb::GroupRemoved { group, blocks }) => KvEvent::GroupRemoved {
-                group,
-                blocks: names(blocks),
+                Change::GroupRemoved(pb::GroupRemoved { group, blocks }) => KvEvent::GroupRemoved {
+                    group,
+                    blocks: hashes_from_proto(blocks),
+                },
+                Change::Cleared(pb::Cleared {}) => KvEvent::Cleared,
             },
-            Change::Cleared(pb::Cleared {}) => KvEvent::Cleared,
-        })
+        )
     }
 }
 
-fn stored_block(block: &StoredBlock) -> pb::StoredBlock {
+fn stored_block_to_proto(block: &StoredBlock) -> pb::StoredBlock {
     pb::StoredBlock {
         engine_hash: block.engine.0,
         local_hash: block.local.0,
     }
 }
 
-fn block_of(block: pb::StoredBlock) -> StoredBlock {
+fn stored_block_from_proto(block: pb::StoredBlock) -> StoredBlock {
     StoredBlock {
         engine: EngineHash(block.engine_hash),
         local: LocalHash(block.local_hash),
     }
 }
 
-fn numbers(blocks: &[EngineHash]) -> Vec<u64> {
+fn hashes_to_proto(blocks: &[EngineHash]) -> Vec<u64> {
     blocks.iter().map(|block| block.0).collect()
 }
 
-fn names(blocks: Vec<u64>) -> Vec<EngineHash> {
+fn hashes_from_proto(blocks: Vec<u64>) -> Vec<EngineHash> {
     blocks.into_iter().map(EngineHash).collect()
 }
 
-fn tier_to(tier: Tier) -> pb::Tier {
+fn tier_to_proto(tier: StorageTier) -> pb::Tier {
     match tier {
-        Tier::Device => pb::Tier::Device,
-        Tier::HostPinned => pb::Tier::Host,
-        Tier::Disk => pb::Tier::Disk,
-        Tier::External => pb::Tier::External,
+        StorageTier::Device => pb::Tier::Device,
+        StorageTier::HostPinned => pb::Tier::Host,
+        StorageTier::Disk => pb::Tier::Disk,
+        StorageTier::External => pb::Tier::External,
     }
 }
 
-fn tier_of(tier: pb::Tier) -> Result<Tier, NoEvent> {
+fn tier_from_proto(tier: pb::Tier) -> Result<StorageTier, InvalidEventError> {
     match tier {
-        pb::Tier::Unspecified => Err(NoEvent::Tier),
-        pb::Tier::Device => Ok(Tier::Device),
-        pb::Tier::Host => Ok(Tier::HostPinned),
-        pb::Tier::Disk => Ok(Tier::Disk),
-        pb::Tier::External => Ok(Tier::External),
+        pb::Tier::Unspecified => Err(InvalidEventError::UnknownTier),
+        pb::Tier::Device => Ok(StorageTier::Device),
+        pb::Tier::Host => Ok(StorageTier::HostPinned),
+        pb::Tier::Disk => Ok(StorageTier::Disk),
+        pb::Tier::External => Ok(StorageTier::External),
     }
 }
 
@@ -156,8 +162,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_event_comes_back_as_it_was() {
-        let (a, b) = (EngineHash(u64::MAX), EngineHash(2));
+    fn events_round_trip_through_proto() {
+        let a = EngineHash(u64::MAX);
+        let b = EngineHash(2);
         let stored = |parent, tier| KvEvent::Stored {
             parent,
             blocks: vec![StoredBlock {
@@ -166,12 +173,12 @@ mod tests {
             }],
             tier,
         };
-        let need = GroupNeed::Last {
+        let need = GroupNeed::Trailing {
             blocks: 4,
             stride: NonZeroU32::MIN,
         };
         let mut events = vec![
-            stored(None, Tier::Device),
+            stored(None, StorageTier::Device),
             KvEvent::GroupStored {
                 group: 1,
                 need,
@@ -188,8 +195,8 @@ mod tests {
             },
             KvEvent::Cleared,
         ];
-        events.extend(Tier::ALL.map(|tier| stored(Some(a), tier)));
-        events.extend(Tier::ALL.map(|tier| KvEvent::Removed {
+        events.extend(StorageTier::ALL.map(|tier| stored(Some(a), tier)));
+        events.extend(StorageTier::ALL.map(|tier| KvEvent::Removed {
             blocks: vec![a],
             tier,
         }));
@@ -199,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_nothing_is_no_event() {
+    fn invalid_events_are_rejected() {
         let removed = |tier| pb::Event {
             change: Some(Change::Removed(pb::Removed {
                 blocks: vec![1],
@@ -218,10 +225,10 @@ mod tests {
             })),
         };
         let cases = [
-            (pb::Event { change: None }, NoEvent::Change),
-            (removed(0), NoEvent::Tier),
-            (removed(99), NoEvent::Tier),
-            (group, NoEvent::Stride),
+            (pb::Event { change: None }, InvalidEventError::UnknownChange),
+            (removed(0), InvalidEventError::UnknownTier),
+            (removed(99), InvalidEventError::UnknownTier),
+            (group, InvalidEventError::ZeroStride),
         ];
         for (event, error) in cases {
             assert_eq!(KvEvent::try_from(event.clone()), Err(error), "{event:?}");

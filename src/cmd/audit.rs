@@ -1,40 +1,46 @@
-//! `warmroute audit`: what a running process foresaw, and what came of it.
+//! `warmroute audit`: predicted against actual cache hits of a running process.
 
 use std::fmt::Write as _;
 use std::io::Write;
 
 use anyhow::Context as _;
 
-use super::pages::{Pages, pretty};
-use crate::admin::AUDIT;
-use crate::audit::{Cause, ModelTotals, Totals, share};
-use crate::cli::AuditArgs;
+use super::admin_client::{AdminClient, pretty_json};
+use crate::admin::AUDIT_PATH;
+use crate::cmd::cli::AuditArgs;
+use crate::dispatch::audit::{AuditTotals, MissCause, ModelTotals, share};
 
-/// Prints the sums. The value is the exit code.
+/// Prints the totals and returns the exit code.
 pub fn run(args: &AuditArgs, out: &mut impl Write) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let pages = Pages::of(
+    let pages = AdminClient::new(
         &args.admin,
         args.token_file.as_deref(),
         args.ca_file.as_deref(),
     )?;
-    let text = runtime.block_on(pages.get(AUDIT))?;
-    let no_sums = || format!("{} answers no sums; is it another version?", args.admin);
-    let text = match args.json {
-        true => pretty(&serde_json::from_str(&text).with_context(no_sums)?)?,
-        false => render(
+    let text = runtime.block_on(pages.get(AUDIT_PATH))?;
+    let no_sums = || {
+        format!(
+            "{} returned no audit totals; is it another version?",
+            args.admin
+        )
+    };
+    let text = if args.json {
+        pretty_json(&serde_json::from_str(&text).with_context(no_sums)?)?
+    } else {
+        render(
             &serde_json::from_str(&text).with_context(no_sums)?,
             args.price,
-        ),
+        )
     };
     out.write_all(text.as_bytes())?;
     Ok(0)
 }
 
-/// The sums for people; `price` is that of a million prompt tokens.
-pub fn render(totals: &Totals, price: Option<f64>) -> String {
+/// Renders the totals as text. `price` is the price of a million prompt tokens.
+pub fn render(totals: &AuditTotals, price: Option<f64>) -> String {
     let mut text = String::new();
     for (model, sums) in &totals.models {
         let name = if model.is_empty() {
@@ -43,47 +49,58 @@ pub fn render(totals: &Totals, price: Option<f64>) -> String {
             model
         };
         _ = writeln!(text, "{name}");
-        of_model(&mut text, sums, price);
+        write_model(&mut text, sums, price);
         text.push('\n');
     }
     if totals.models.is_empty() {
-        text += "No answer was looked at yet. What answers say of their cache is seen with `observe: usage` or \
-                 `observe: sampled(p)`.\n";
+        text += "No responses were audited yet. The audit needs the usage of responses: set \
+        `observe: usage` or `observe: sampled(p)`.\n";
     }
     if totals.waiting > 0 {
-        _ = writeln!(text, "{} answers more are looked into.", totals.waiting);
+        _ = writeln!(text, "{} further responses are pending.", totals.waiting);
     }
     text
 }
 
-fn of_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
+fn write_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
+    write_coverage(text, sums);
+    if sums.answers > 0 {
+        write_tokens(text, sums, price);
+        write_predictions(text, sums);
+    }
+}
+
+/// Writes the number of responses with and without reported cached tokens.
+fn write_coverage(text: &mut String, sums: &ModelTotals) {
     let silent = sums.no_usage + sums.no_details + sums.undecided;
     _ = writeln!(
         text,
-        "  {} answers said what they found cached, {silent} did not",
+        "  {} responses reported their cached tokens, {silent} did not",
         sums.answers
     );
-    if sums.no_details > 0 {
-        let details =
-            "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report";
-        _ = writeln!(
-            text,
-            "    {} had a usage without details: {details}",
-            sums.no_details
-        );
+    let reasons = [
+        (
+            sums.no_details,
+            "had a usage without details: start vLLM with --enable-prompt-tokens-details, SGLang \
+             with --enable-cache-report",
+        ),
+        (
+            sums.no_usage,
+            "had no usage: clients request it in streams by stream_options.include_usage",
+        ),
+        (
+            sums.undecided,
+            "are undecided: another worker computed the prompt, and its response does not pass \
+             through warmroute",
+        ),
+    ];
+    for (count, reason) in reasons.into_iter().filter(|(count, _)| *count > 0) {
+        _ = writeln!(text, "    {count} {reason}");
     }
-    if sums.no_usage > 0 {
-        let asks = "clients ask for it in streams by stream_options.include_usage";
-        _ = writeln!(text, "    {} had no usage: {asks}", sums.no_usage);
-    }
-    if sums.undecided > 0 {
-        let why =
-            "another worker computed the prompt, and its response does not pass through warmroute";
-        _ = writeln!(text, "    {} are undecided: {why}", sums.undecided);
-    }
-    if sums.answers == 0 {
-        return;
-    }
+}
+
+/// Writes the prompt tokens: cached, predicted and missed.
+fn write_tokens(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
     let by_role: Vec<String> = sums
         .computed_by
         .iter()
@@ -94,62 +111,53 @@ fn of_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
         "  prompts computed by workers of the role: {}",
         by_role.join(", ")
     );
-    let of_prompt = |tokens| share(tokens, sums.prompt_tokens) * 100.0;
     let mut row = |name: &str, tokens: u64, note: &str| {
-        _ = writeln!(
-            text,
-            "  {name:<44}{tokens:>14}  {:>5.1} %{note}",
-            of_prompt(tokens)
-        );
+        let percent = share(tokens, sums.prompt_tokens) * 100.0;
+        _ = writeln!(text, "  {name:<44}{tokens:>14}  {percent:>5.1} %{note}");
     };
     row("prompt tokens", sums.prompt_tokens, "");
+    let saved = sums.delivered_tokens;
     row(
-        "found cached: prefill tokens saved",
-        sums.delivered_tokens,
-        &worth(sums.delivered_tokens, price),
+        "cached: prefill tokens saved",
+        saved,
+        &format_worth(saved, price),
     );
-    let more = sums.delivered_tokens.saturating_sub(sums.by_chance_tokens);
+    let more = saved.saturating_sub(sums.by_chance_tokens);
     row(
-        "  more than workers by chance would have had",
+        "  more than with random routing",
         more,
-        &worth(more, price),
+        &format_worth(more, price),
     );
-    row(
-        "cached on the chosen workers, as foreseen",
-        sums.captured_tokens,
-        "",
-    );
-    row(
-        "cached on the best workers, as foreseen",
-        sums.available_tokens,
-        "",
-    );
+    row("predicted on the chosen workers", sums.captured_tokens, "");
+    row("predicted on the best workers", sums.available_tokens, "");
     row("missed", sums.missed(), "");
-    let mut causes: Vec<(Cause, u64)> = sums
+    let mut causes: Vec<(MissCause, u64)> = sums
         .missed_tokens
         .iter()
         .map(|(cause, tokens)| (*cause, *tokens))
         .collect();
     causes.sort_by_key(|(_, tokens)| std::cmp::Reverse(*tokens));
     for (cause, tokens) in causes {
+        let percent = share(tokens, sums.missed()) * 100.0;
         row(
-            &format!("  {}", cause.words()),
+            &format!("  {}", cause.description()),
             tokens,
-            &format!(
-                "  {:>5.1} % of the missed",
-                share(tokens, sums.missed()) * 100.0
-            ),
+            &format!("  {percent:>5.1} % of the missed"),
         );
     }
-    let foreseen = sums.answers - sums.unforeseen;
-    let equal = share(sums.equal, foreseen) * 100.0;
+}
+
+/// Writes the accuracy of the predictions.
+fn write_predictions(text: &mut String, sums: &ModelTotals) {
+    let predicted = sums.answers - sums.unforeseen;
+    let percent = share(sums.equal, predicted) * 100.0;
     _ = writeln!(
         text,
-        "  came as foreseen: {} of {foreseen} answers ({equal:.1} %)",
+        "  predictions correct: {} of {predicted} responses ({percent:.1} %)",
         sums.equal
     );
     for (cause, answers) in &sums.errors {
-        _ = writeln!(text, "    {answers} did not: {}", cause.words());
+        _ = writeln!(text, "    {answers} wrong: {}", cause.description());
     }
     let blocks: Vec<String> = sums
         .error_blocks
@@ -158,12 +166,12 @@ fn of_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
         .collect();
     _ = writeln!(
         text,
-        "  blocks more or less than foreseen, and how many answers: {}",
+        "  prediction error in blocks, and number of responses: {}",
         blocks.join(", ")
     );
 }
 
-fn worth(tokens: u64, price: Option<f64>) -> String {
+fn format_worth(tokens: u64, price: Option<f64>) -> String {
     price
         .map(|price| format!("  worth {:.2}", tokens as f64 / 1e6 * price))
         .unwrap_or_default()

@@ -1,13 +1,13 @@
-//! `warmroute check`: whether `serve` would start with this configuration, and the values it resolves to.
+//! `warmroute check`: validates a configuration and prints its resolved values.
 
 use std::io::Write;
 
-use super::{MISCONFIGURED, usable, write_mistakes};
-use crate::app;
-use crate::cli::CheckArgs;
+use super::{EXIT_MISCONFIGURED, config_or_report, write_errors};
+use crate::cmd::cli::CheckArgs;
 use crate::config::Config;
+use crate::server;
 
-/// Prints the resolved configuration, with warnings on standard error; or each mistake. The value is the exit code.
+/// Prints the resolved configuration and warnings, or every error. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let flags = args.serve.flags();
     let path = args.serve.config.as_deref();
@@ -15,24 +15,24 @@ pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyh
         || Config::of_flags(&flags),
         |path| Config::load_with(path, &flags),
     );
-    let Some(config) = usable(read, err)? else {
-        return Ok(MISCONFIGURED);
+    let Some(config) = config_or_report(read, err)? else {
+        return Ok(EXIT_MISCONFIGURED);
     };
-    let mut warnings = config.advice(&app::listed(&config)?);
+    let mut warnings = config.advice(&server::listed_workers(&config)?);
     if !args.fast {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
-        let report = runtime.block_on(app::try_load(&config));
+        let report = runtime.block_on(server::try_load(&config));
         if !report.problems.is_empty() {
             match path {
-                Some(path) => write_mistakes(Config::locate(path, report.problems), err)?,
+                Some(path) => write_errors(Config::locate(path, report.problems), err)?,
                 None => report
                     .problems
                     .iter()
                     .try_for_each(|problem| writeln!(err, "{}", problem.text))?,
             }
-            return Ok(MISCONFIGURED);
+            return Ok(EXIT_MISCONFIGURED);
         }
         warnings.extend(report.warnings);
     }

@@ -1,109 +1,125 @@
-//! `warmroute explain`: why would this request go where it would go? With `--admin` a running process is asked, which
-//! knows the caches and the load; without, the configuration alone shows how the request is read, who is eligible and
-//! what everything costs while nothing is cached and nobody is busy.
+//! `warmroute explain`: explains the route of a request. With `--admin` it queries a running
+//! process, which knows the caches and the load. Without it, the configuration alone shows how the
+//! request is parsed, which workers are eligible, and their costs with empty caches and no load.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
+use warmroute_core::router::RouteExplanation;
 
-use super::pages::{Pages, pretty};
-use super::{MISCONFIGURED, load};
-use crate::admin::explain::{PAGE, Question, table};
-use crate::app::Offline;
-use crate::cli::ExplainArgs;
+use super::admin_client::{AdminClient, pretty_json};
+use super::{EXIT_MISCONFIGURED, load_config};
+use crate::admin::explain::{EXPLAIN_PATH, ExplainRequest, table};
+use crate::cmd::cli::ExplainArgs;
 use crate::config::Config;
-use crate::intake::Body;
-use crate::router::Explanation;
+use crate::request::RequestBody;
+use crate::server::OfflineRouter;
 
-/// Prints the explanation. The value is the exit code.
+/// Prints the explanation and returns the exit code.
 pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let config = match &args.config {
-        Some(path) => match load(path, err)? {
+        Some(path) => match load_config(path, err)? {
             Some(config) => Some(config),
-            None => return Ok(MISCONFIGURED),
+            None => return Ok(EXIT_MISCONFIGURED),
         },
         None => None,
     };
     let headers: BTreeMap<String, String> = args.headers.iter().cloned().collect();
-    let question = Question {
+    let question = ExplainRequest {
         pool: args.pool.clone(),
-        ..Question::new(args.path.clone(), headers, body(&args.body)?)?
+        ..ExplainRequest::new(args.path.clone(), headers, read_body(&args.body)?)?
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let text = match (&args.admin, config) {
-        (Some(admin), _) => runtime.block_on(ask(admin, &question, args))?,
+        (Some(admin), _) => runtime.block_on(query_process(admin, &question, args))?,
         (None, Some(config)) => {
-            let explanation = runtime.block_on(offline(&config, &question))?;
+            let explanation = runtime.block_on(explain_offline(&config, &question))?;
             if args.json {
-                pretty(&serde_json::to_value(&explanation)?)?
+                pretty_json(&serde_json::to_value(&explanation)?)?
             } else {
-                offline_table(&explanation)
+                render_offline(&explanation)
             }
         }
-        (None, None) => bail!("either --config or --admin is needed"),
+        (None, None) => bail!("set --admin URL (running process) or --config FILE (offline)"),
     };
     out.write_all(text.as_bytes())?;
     Ok(0)
 }
 
-fn body(path: &Path) -> anyhow::Result<Vec<u8>> {
+fn read_body(path: &Path) -> anyhow::Result<Vec<u8>> {
     if path != Path::new("-") {
         return std::fs::read(path)
-            .with_context(|| format!("the body {} cannot be read", path.display()));
+            .with_context(|| format!("cannot read the body {}", path.display()));
     }
     let mut body = Vec::new();
     std::io::stdin()
         .read_to_end(&mut body)
-        .context("standard input cannot be read")?;
+        .context("cannot read standard input")?;
     Ok(body)
 }
 
-/// What a running process says, as text for people or as JSON.
-async fn ask(admin: &str, question: &Question, args: &ExplainArgs) -> anyhow::Result<String> {
-    let pages = Pages::of(admin, args.token_file.as_deref(), args.ca_file.as_deref())?;
+/// Queries a running process for the explanation, as text or JSON.
+async fn query_process(
+    admin: &str,
+    question: &ExplainRequest,
+    args: &ExplainArgs,
+) -> anyhow::Result<String> {
+    let pages = AdminClient::new(admin, args.token_file.as_deref(), args.ca_file.as_deref())?;
     let accept = if args.json {
         "application/json"
     } else {
         "text/plain"
     };
     let text = pages
-        .post(PAGE, serde_json::to_string(question)?, accept)
+        .post(EXPLAIN_PATH, serde_json::to_string(question)?, accept)
         .await?;
     if args.json {
-        pretty(&serde_json::from_str(&text).with_context(|| format!("{admin} answers no JSON"))?)
+        pretty_json(
+            &serde_json::from_str(&text).with_context(|| format!("{admin} did not return JSON"))?,
+        )
     } else {
         Ok(text)
     }
 }
 
-async fn offline(config: &Config, question: &Question) -> anyhow::Result<Explanation> {
-    let parts = Offline::new(config).await?;
+async fn explain_offline(
+    config: &Config,
+    question: &ExplainRequest,
+) -> anyhow::Result<RouteExplanation> {
+    let parts = OfflineRouter::new(config).await?;
     let body = question.body()?.unwrap_or_default();
-    let (path, headers) = (question.path_for(&body).to_owned(), |name: &str| {
-        question.header(name)
-    });
-    let pool = question.pool_for(&parts.intake, &path);
-    let seen = Question::seen(body, config.limits.body.bytes());
-    let (body, requested_model) = question.rewrite(&parts.intake, pool.as_deref(), seen);
-    let taken = match body {
-        // Only the operator waits, so there is no deadline.
-        Body::Whole(body) => parts.intake.take_now(pool, &path, &headers, &body),
-        other => parts.intake.take_for(pool, &path, &headers, &other).await,
+    let path = question.resolve_path(&body).to_owned();
+    let headers = |name: &str| question.header(name);
+    let pool = question.resolve_pool(&parts.preprocessor, &path);
+    let body = ExplainRequest::to_body(body, config.requests.limits.max_body_size.bytes());
+    let (body, requested_model) =
+        question.rewrite_model(&parts.preprocessor, pool.as_deref(), body);
+    let preprocessed = match body {
+        // Only the operator waits, so no deadline applies.
+        RequestBody::Whole(body) => parts
+            .preprocessor
+            .preprocess_blocking(pool, &path, &headers, &body),
+        other => {
+            parts
+                .preprocessor
+                .preprocess_for_pool(pool, &path, &headers, &other)
+                .await
+        }
     };
     let explanation = parts
-        .entrance
-        .explain(taken.request, taken.session.as_ref());
-    Ok(Explanation {
+        .dispatcher
+        .explain(preprocessed.route_request, preprocessed.session.as_ref());
+    Ok(RouteExplanation {
         requested_model,
         ..explanation
     })
 }
 
-fn offline_table(explanation: &Explanation) -> String {
-    let note = "Without --admin nothing is cached and nobody is busy.";
+fn render_offline(explanation: &RouteExplanation) -> String {
+    let note = "Without --admin, caches are empty and workers have no load.";
     format!("{}{note}\n", table::render(explanation))
 }

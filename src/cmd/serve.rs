@@ -1,4 +1,4 @@
-//! `warmroute serve`: the router, until a signal.
+//! `warmroute serve`: runs the router until a signal.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -8,102 +8,122 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
+use warmroute_settings::ConfigError;
 
-use crate::app::{self, App, ConfigFile};
-use crate::cli::ServeArgs;
+use crate::cmd::cli::ServeArgs;
 use crate::config::Config;
-use crate::telemetry;
+use crate::server::telemetry::{self, LogFilter};
+use crate::server::{self, App, ConfigFile};
 
-/// Serves until SIGTERM or SIGINT, drains, and does not wait for that after a second one; the exit code of the process.
+/// Serves until SIGTERM or SIGINT, then drains. A second signal ends the drain. Returns the exit
+/// code.
 pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
-    let flags = args.flags();
-    let asked = Arc::new(Notify::new());
-    let (read, file) = match args.config.clone() {
-        None => (Config::of_flags(&flags), None),
-        Some(path) => {
-            // Before it is read and checked: what changes after that is news.
-            let seen = std::fs::read(&path).ok().into();
-            let read = Config::load_with(&path, &flags);
-            let again = path.clone();
-            let again = Box::new(move || Config::load_with(&again, &flags));
-            (
-                read,
-                Some(ConfigFile {
-                    path,
-                    read: again,
-                    asked: asked.clone(),
-                    seen,
-                }),
-            )
-        }
+    let reload = Arc::new(Notify::new());
+    let (read, file) = read_config(args, &reload);
+    let Some(config) = super::config_or_report(read, err)? else {
+        return Ok(super::EXIT_MISCONFIGURED);
     };
-    let Some(config) = super::usable(read, err)? else {
-        return Ok(super::MISCONFIGURED);
-    };
-    let log = telemetry::start(&config.log);
-    telemetry::hide_panics();
-    // A list that cannot be read is told of where it is followed.
-    for advice in config.advice(&app::listed(&config).unwrap_or_default()) {
-        warn!(of = advice.subject, fix = advice.mend, "{}", advice.seen);
+    let log = telemetry::init(&config.process.log);
+    telemetry::install_panic_hook();
+    // An unreadable workers file is reported by the task that watches it.
+    for advice in config.advice(&server::listed_workers(&config).unwrap_or_default()) {
+        warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
-    let ended = runtime.block_on(async {
-        // Before anything else: a signal during start-up must end it cleanly, too, and none to reload may end it.
-        let mut ends =
-            Ends { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
-        let _hangups = tokio::spawn(hangups(signal(SignalKind::hangup())?, asked));
-        let mut app = tokio::select! {
-            app = App::start(config) => match app {
-                Ok(app) => app,
-                Err(error) => return Ok(failure("cannot start", &error)),
-            },
-            signal = ends.next() => {
-                info!(signal, "stopped before everything was there");
-                return Ok(0);
-            }
-        };
-        if let Some(file) = file {
-            app.follow(file, log);
-        }
-        let drain = CancellationToken::new();
-        let running = app.run_until(drain.clone().cancelled_owned());
-        let signals = async {
-            // Outside of the log lines: what they say is not even computed where they are switched off.
-            let signal = ends.next().await;
-            info!(signal, "shutdown requested");
-            drain.cancel();
-            let signal = ends.next().await;
-            info!(signal, "second signal: not waiting for open exchanges");
-        };
-        tokio::select! {
-            ended = running => Ok(ended.map_or_else(|error| failure("stopped by a failure", &error), |()| 0)),
-            () = signals => Ok(0),
-        }
-    });
-    // What still runs on the blocking pool must not keep a process that is over.
-    runtime.shutdown_timeout(FAREWELL);
+    let ended = runtime.block_on(serve(config, file, log, reload));
+    // Work on the blocking pool must not delay the exit.
+    runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
     ended
 }
 
-/// Logs the one cause of a failure; the exit code.
-fn failure(what: &str, error: &anyhow::Error) -> u8 {
-    error!("{what}: {error:#}");
+/// Reads the configuration of the process, and the file to follow; `None` if the flags are the
+/// configuration.
+fn read_config(
+    args: &ServeArgs,
+    reload: &Arc<Notify>,
+) -> (Result<Config, Vec<ConfigError>>, Option<ConfigFile>) {
+    let flags = args.flags();
+    let Some(path) = args.config.clone() else {
+        return (Config::of_flags(&flags), None);
+    };
+    // Read before the configuration is parsed, so that a later change is detected.
+    let last_bytes = std::fs::read(&path).ok().into();
+    let config = Config::load_with(&path, &flags);
+    let read_path = path.clone();
+    let file = ConfigFile {
+        path,
+        read: Box::new(move || Config::load_with(&read_path, &flags)),
+        reload_requested: reload.clone(),
+        last_bytes,
+    };
+    (config, Some(file))
+}
+
+/// Runs the process until a signal, or until it fails. Returns the exit code.
+async fn serve(
+    config: Config,
+    file: Option<ConfigFile>,
+    log: LogFilter,
+    reload: Arc<Notify>,
+) -> anyhow::Result<u8> {
+    // Installed first: a signal during startup must stop cleanly, and SIGHUP must not end the
+    // process.
+    let mut signals = TerminationSignals {
+        terminate: signal(SignalKind::terminate())?,
+        interrupt: signal(SignalKind::interrupt())?,
+    };
+    let _hangups = tokio::spawn(forward_hangups(signal(SignalKind::hangup())?, reload));
+    let mut app = tokio::select! {
+        app = App::start(config) => match app {
+            Ok(app) => app,
+            Err(error) => return Ok(log_failure("cannot start", &error)),
+        },
+        signal = signals.recv() => {
+            info!(signal, "stopped during startup");
+            return Ok(0);
+        }
+    };
+    if let Some(file) = file {
+        app.follow_config_file(file, log);
+    }
+    let drain = CancellationToken::new();
+    let running = app.run_until(drain.clone().cancelled_owned());
+    let on_signals = async {
+        // Awaited outside the log macros, which skip their arguments if the level is disabled.
+        let signal = signals.recv().await;
+        info!(signal, "shutdown requested");
+        drain.cancel();
+        let signal = signals.recv().await;
+        info!(
+            signal,
+            "second signal, exiting without waiting for open exchanges"
+        );
+    };
+    tokio::select! {
+        ended = running => Ok(ended.map_or_else(|error| log_failure("stopped by an error", &error), |()| 0)),
+        () = on_signals => Ok(0),
+    }
+}
+
+/// Logs the cause of a failure and returns the exit code.
+fn log_failure(phase: &str, error: &anyhow::Error) -> u8 {
+    error!("{phase}: {error:#}");
     super::exit_code(error)
 }
 
-/// How long work that cannot be stopped may hold up the end.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// Time that blocking work may delay the exit.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The signals that end the process.
-struct Ends {
+/// Signals that stop the process.
+struct TerminationSignals {
     terminate: Signal,
     interrupt: Signal,
 }
 
-impl Ends {
-    async fn next(&mut self) -> &'static str {
+impl TerminationSignals {
+    async fn recv(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
@@ -111,10 +131,10 @@ impl Ends {
     }
 }
 
-/// Each SIGHUP asks for the configuration to be read again; one during the start is remembered.
-async fn hangups(mut hangup: Signal, asked: Arc<Notify>) {
+/// Requests a configuration reload for each SIGHUP. One during startup is remembered.
+async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
         info!("SIGHUP");
-        asked.notify_one();
+        reload.notify_one();
     }
 }

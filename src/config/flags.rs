@@ -1,86 +1,107 @@
-//! What the command line says over the configuration file, or in place of it. The names and meanings are those that gateways'
-//! charts and conformance tests pass to an endpoint picker, so that warmroute can stand in its place.
+//! Command-line flags that override or replace the configuration file. Names and meanings are those
+//! that gateway charts and conformance tests pass to an endpoint picker, so that warmroute is a
+//! drop-in replacement.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
+use warmroute_runtime::tls::TlsConfig;
+use warmroute_settings::Period;
 
 use super::{Config, LogFormat, LogLevel, PoolConfig};
-use crate::settings::Period;
-use crate::tls::TlsConfig;
 
-/// What is said over the file; nothing by default.
+/// Settings that override the file; none by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Flags {
     /// Name of the pool that is served.
     pub pool_name: Option<String>,
-    /// Its namespace.
+    /// Namespace of the pool.
     pub pool_namespace: Option<String>,
     /// Port of ext_proc, on all addresses.
     pub grpc_port: Option<u16>,
-    /// Port of gRPC health alone, on all addresses.
+    /// Port of a separate gRPC health server, on all addresses.
     pub grpc_health_port: Option<u16>,
-    /// TLS of ext_proc by TCP: with the certificate of the file or of `cert_dir`, else with one made at start; or none.
+    /// TLS of the ext_proc TCP listener: `true` uses the certificate of the file or of `cert_dir`,
+    /// or a self-signed one; `false` disables TLS.
     pub secure_serving: Option<bool>,
-    /// Where the certificate of ext_proc is, as `tls.crt` and `tls.key`.
+    /// Folder with the certificate of ext_proc, as `tls.crt` and `tls.key`.
     pub cert_dir: Option<PathBuf>,
-    /// How long all is as before after the signal to stop.
+    /// Time of unchanged service after the shutdown signal.
     pub drain_grace: Option<Period>,
-    /// Port of the admin pages; the address stays what the file says.
+    /// Port of the admin pages. The address is that of the file.
     pub metrics_port: Option<u16>,
-    /// Form of the log.
+    /// Format of the log.
     pub log_format: Option<LogFormat>,
-    /// How much is logged.
+    /// Minimum log level.
     pub log_level: Option<LogLevel>,
 }
 
 impl Flags {
-    /// What holds where there is no file: the pool is served as by the endpoint picker of the conformance tests, which is given
-    /// nothing else. Its ports and its TLS, their headers, and no tokenizer, so that load alone decides.
+    /// Configuration without a file. It matches the endpoint picker of the conformance tests, which
+    /// receives flags only: the same ports, TLS and headers. Without a tokenizer, routing is
+    /// load-only.
     pub(super) fn without_file(&self) -> Value {
         json!({
-            "listen": {"tcp": "0.0.0.0:9002", "health": "0.0.0.0:9003", "tls": {"self_signed": true}, "unprotected": true},
+            "listeners": {"ext_proc": {
+                "address": "0.0.0.0:9002",
+                "health_address": "0.0.0.0:9003",
+                "tls": {"self_signed": true},
+                "unprotected": true,
+            }},
             "models": [{"name": self.pool_name}],
-            "kubernetes": {"pools": [{"name": self.pool_name, "namespace": self.pool_namespace}]},
-            "learn": {"enabled": false},
-            "gateway": {"assume": "full_duplex", "conformance": true},
-            "failure": {"mode": "fail_closed"},
-            // Ready when the pool is known, and be it empty.
-            "readiness": {"min_initial_workers": 0},
+            "workers": {"kubernetes": {
+                "pools": [{"name": self.pool_name, "namespace": self.pool_namespace}],
+            }},
+            "engines": {"discovery": {"enabled": false}},
+            "gateway": {
+                "default_body_mode": "full_duplex",
+                "conformance": true,
+                "failure": {"mode": "fail_closed"},
+            },
+            // The process is ready as soon as the pool is known, even if it is empty.
+            "process": {"readiness": {"min_workers": 0}},
         })
     }
 
-    /// Lays them over a configuration.
-    pub(super) fn lay_over(&self, config: &mut Config) {
+    /// Applies the flags to a configuration.
+    pub(super) fn override_config(&self, config: &mut Config) {
         let all = |port: u16| Some(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)));
         if self.pool_name.is_some() || self.pool_namespace.is_some() {
-            let pool = config.pool.get_or_insert_with(PoolConfig::default);
+            let pool = config.process.pool.get_or_insert_with(PoolConfig::default);
             pool.name = self.pool_name.clone().or(pool.name.take());
             pool.namespace = self.pool_namespace.clone().or(pool.namespace.take());
-            self.follow(config);
+            self.select_pool(config);
         }
         if let Some(port) = self.grpc_port {
-            config.listen.tcp = all(port);
+            config.listeners.ext_proc.address = all(port);
         }
         if let Some(port) = self.grpc_health_port {
-            config.listen.health = all(port);
+            config.listeners.ext_proc.health_address = all(port);
         }
-        self.secure(&mut config.listen.tls);
+        self.apply_tls(&mut config.listeners.ext_proc.tls);
         // The flag opens the port to all hosts, as charts of endpoint pickers expect.
-        config.listen.unprotected |= self.grpc_port.is_some()
-            && !config.listen.tls.as_ref().is_some_and(TlsConfig::is_mutual);
+        config.listeners.ext_proc.unprotected |= self.grpc_port.is_some()
+            && !config
+                .listeners
+                .ext_proc
+                .tls
+                .as_ref()
+                .is_some_and(TlsConfig::is_mutual);
         if let Some(port) = self.metrics_port {
-            config.admin.listen.set_port(port);
+            config.listeners.admin.address.set_port(port);
         }
-        config.drain.grace = self.drain_grace.unwrap_or(config.drain.grace);
-        config.log.format = self.log_format.unwrap_or(config.log.format);
-        config.log.level = self.log_level.unwrap_or(config.log.level);
+        config.process.drain.grace_period = self
+            .drain_grace
+            .unwrap_or(config.process.drain.grace_period);
+        config.process.log.format = self.log_format.unwrap_or(config.process.log.format);
+        config.process.log.level = self.log_level.unwrap_or(config.process.log.level);
     }
 
-    /// Where the workers are the pods of one InferencePool, it is the one that is named. Selectors and several pools stay.
-    fn follow(&self, config: &mut Config) {
+    /// Replaces the pool of the file if it is the only one and has no selector.
+    fn select_pool(&self, config: &mut Config) {
         let Some([pool]) = config
+            .workers
             .kubernetes
             .as_mut()
             .map(|kubernetes| &mut kubernetes.pools[..])
@@ -93,8 +114,8 @@ impl Flags {
         }
     }
 
-    /// The certificate that is named, else the one of the file, else one made at start.
-    fn secure(&self, tls: &mut Option<TlsConfig>) {
+    /// Chooses the certificate: that of the flag, else that of the file, else a self-signed one.
+    fn apply_tls(&self, tls: &mut Option<TlsConfig>) {
         match (self.secure_serving, &self.cert_dir) {
             (Some(false), _) => *tls = None,
             (_, Some(dir)) => {
@@ -120,22 +141,23 @@ impl Flags {
 mod tests {
     use super::*;
 
-    fn laid(file: &str, flags: &Flags) -> Config {
-        let text =
-            format!("models: [{{name: m}}]\nworkers: [{{id: 1, endpoint: '10.0.0.1:80'}}]\n{file}");
+    fn overridden(file: &str, flags: &Flags) -> Config {
+        let text = format!(
+            "models: [{{name: m}}]\nworkers: {{list: [{{id: 1, endpoint: '10.0.0.1:80'}}]}}\n{file}"
+        );
         let mut config =
             Config::parse(std::path::Path::new("/etc/w.yaml"), text.as_bytes()).unwrap();
-        flags.lay_over(&mut config);
+        flags.override_config(&mut config);
         config
     }
 
     #[test]
-    fn flags_win_over_the_file_and_leave_the_rest_alone() {
-        let file = "listen: {unix: /run/w.sock, health: '127.0.0.1:1'}\nadmin: {listen: '127.0.0.1:2'}\n\
-                    pool: {name: a, namespace: b}\nlog: {format: json}\n";
+    fn flags_override_only_their_own_keys() {
+        let file = "listeners: {ext_proc: {unix_socket: /run/w.sock, health_address: '127.0.0.1:1'}, admin: {address: '127.0.0.1:2'}}\n\
+                    process: {pool: {name: a, namespace: b}, log: {format: json}}\n";
         assert_eq!(
-            laid(file, &Flags::default()),
-            laid(
+            overridden(file, &Flags::default()),
+            overridden(
                 file,
                 &Flags {
                     metrics_port: Some(2),
@@ -151,63 +173,93 @@ mod tests {
             log_level: Some(LogLevel::Debug),
             ..Flags::default()
         };
-        let config = laid(file, &flags);
-        assert_eq!(config.listen.tcp, Some("0.0.0.0:9002".parse().unwrap()));
-        assert_eq!(config.listen.unix, Some("/run/w.sock".into()));
-        assert_eq!(config.listen.health, Some("0.0.0.0:9003".parse().unwrap()));
-        assert_eq!(config.admin.listen, "127.0.0.1:9090".parse().unwrap());
+        let config = overridden(file, &flags);
         assert_eq!(
-            config.pool,
+            config.listeners.ext_proc.address,
+            Some("0.0.0.0:9002".parse().unwrap())
+        );
+        assert_eq!(
+            config.listeners.ext_proc.unix_socket,
+            Some("/run/w.sock".into())
+        );
+        assert_eq!(
+            config.listeners.ext_proc.health_address,
+            Some("0.0.0.0:9003".parse().unwrap())
+        );
+        assert_eq!(
+            config.listeners.admin.address,
+            "127.0.0.1:9090".parse().unwrap()
+        );
+        assert_eq!(
+            config.process.pool,
             Some(PoolConfig {
                 name: Some("c".to_owned()),
                 namespace: Some("b".to_owned())
             })
         );
         assert_eq!(
-            (config.log.level, config.log.format),
+            (config.process.log.level, config.process.log.format),
             (LogLevel::Debug, LogFormat::Json)
         );
     }
 
-    #[test]
-    fn flags_alone_are_a_configuration() {
-        let flags = Flags {
+    fn pool_flags() -> Flags {
+        Flags {
             pool_name: Some("primary".to_owned()),
             pool_namespace: Some("apps".to_owned()),
             grpc_health_port: Some(1),
             drain_grace: Some(Period::seconds(7)),
             ..Flags::default()
-        };
-        let config = Config::of_flags(&flags).unwrap();
+        }
+    }
+
+    #[test]
+    fn flags_alone_are_a_configuration() {
+        let config = Config::of_flags(&pool_flags()).unwrap();
         let shown = config.to_json();
-        assert_eq!(shown["kubernetes"]["pools"][0]["name"], "primary");
-        assert_eq!(shown["kubernetes"]["pools"][0]["namespace"], "apps");
         assert_eq!(
-            shown["pool"],
+            shown["workers"]["kubernetes"]["pools"][0]["name"],
+            "primary"
+        );
+        assert_eq!(
+            shown["workers"]["kubernetes"]["pools"][0]["namespace"],
+            "apps"
+        );
+        assert_eq!(
+            shown["process"]["pool"],
             json!({"name": "primary", "namespace": "apps"})
         );
         assert_eq!(
-            (&shown["listen"]["tcp"], &shown["listen"]["health"]),
+            (
+                &shown["listeners"]["ext_proc"]["address"],
+                &shown["listeners"]["ext_proc"]["health_address"]
+            ),
             (&json!("0.0.0.0:9002"), &json!("0.0.0.0:1"))
         );
         assert_eq!(
             (
-                config.listen.tls.unwrap().self_signed,
+                config.listeners.ext_proc.tls.unwrap().self_signed,
                 config.gateway.conformance
             ),
             (true, true)
         );
-        assert_eq!(config.drain.grace, Period::seconds(7));
+        assert_eq!(config.process.drain.grace_period, Period::seconds(7));
+    }
+
+    #[test]
+    fn pool_flags_need_a_name_only() {
         let plain = Flags {
             secure_serving: Some(false),
             pool_namespace: None,
-            ..flags
+            ..pool_flags()
         };
         let config = Config::of_flags(&plain).unwrap();
         assert_eq!(
             (
-                config.listen.tls,
-                config.kubernetes.unwrap().pools[0].namespace.as_ref()
+                config.listeners.ext_proc.tls,
+                config.workers.kubernetes.unwrap().pools[0]
+                    .namespace
+                    .as_ref()
             ),
             (None, None)
         );
@@ -225,9 +277,10 @@ mod tests {
     }
 
     #[test]
-    fn the_pool_of_the_flags_is_followed_in_place_of_that_of_the_file() {
+    fn pool_of_flags_replaces_pool_of_file() {
         let followed = |pools: &str| {
-            let text = format!("models: [{{name: m}}]\nkubernetes: {{pools: {pools}}}\n");
+            let text =
+                format!("models: [{{name: m}}]\nworkers: {{kubernetes: {{pools: {pools}}}}}\n");
             let flags = Flags {
                 pool_name: Some("b".to_owned()),
                 pool_namespace: Some("c".to_owned()),
@@ -236,7 +289,7 @@ mod tests {
             let config =
                 Config::parse_with(std::path::Path::new("w.yaml"), text.as_bytes(), &flags)
                     .unwrap();
-            let pools = config.kubernetes.unwrap().pools;
+            let pools = config.workers.kubernetes.unwrap().pools;
             pools
                 .into_iter()
                 .map(|pool| (pool.name, pool.namespace))
@@ -248,7 +301,7 @@ mod tests {
         assert_eq!(
             followed("[{worker: {kv_events: {port: 5557}}}]"),
             named,
-            "the file says only what the workers are like"
+            "the file describes only the workers"
         );
         assert_eq!(
             followed("[{selector: {app: x}, ports: [80]}]"),
@@ -261,14 +314,14 @@ mod tests {
     }
 
     #[test]
-    fn secure_serving_finds_its_certificate() {
+    fn secure_serving_chooses_a_certificate() {
         let tls = |secure_serving, cert_dir: Option<&str>| {
             let flags = Flags {
                 secure_serving,
                 cert_dir: cert_dir.map(PathBuf::from),
                 ..Flags::default()
             };
-            laid("", &flags).listen.tls
+            overridden("", &flags).listeners.ext_proc.tls
         };
         let own = Some(TlsConfig {
             self_signed: true,
@@ -297,11 +350,11 @@ mod tests {
             secure_serving: Some(true),
             ..Flags::default()
         }
-        .secure(&mut file);
+        .apply_tls(&mut file);
         assert_eq!(
             file.unwrap().client_ca,
             Some("/ca".into()),
-            "what the file says of clients holds"
+            "the client CA of the file is retained"
         );
     }
 }

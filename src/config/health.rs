@@ -1,70 +1,74 @@
-//! `health:`: when a worker whose answers are errors is left alone, and for how long.
+//! `routing.outlier_detection:`: ejection of workers after consecutive failures.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::health::HealthRules;
-use crate::settings::{Period, Problem};
+use warmroute_core::health::HealthRules;
+use warmroute_settings::{Period, Problem};
 
-/// Longest time out that makes sense; beyond it a worker that was mended would be forgotten.
+/// Upper limit of the ejection time. A longer one would keep repaired workers out of service.
 const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// `health:`.
+/// The `routing.outlier_detection:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HealthConfig {
-    /// Failures in a row (no connection, or a 5xx other than 503) that take a worker out; 0 takes none out.
-    pub failures: u32,
-    /// How long it is out before one request may try it; twice as long after each failed try.
-    pub first: Period,
-    /// How long at most.
-    pub most: Period,
+    /// Consecutive failures (no connection, or a 5xx other than 503) that eject a worker. 0: no
+    /// ejection.
+    pub consecutive_failures: u32,
+    /// Ejection time before one request probes the worker. It doubles after each failed probe.
+    pub base_ejection_time: Period,
+    /// Maximum ejection time.
+    pub max_ejection_time: Period,
 }
 
 impl Default for HealthConfig {
     fn default() -> Self {
         let HealthRules {
-            failures,
-            first,
-            most,
+            consecutive_failures: failures,
+            base_ejection_time: first,
+            max_ejection_time: most,
         } = HealthRules::default();
         Self {
-            failures,
-            first: Period(first),
-            most: Period(most),
+            consecutive_failures: failures,
+            base_ejection_time: Period(first),
+            max_ejection_time: Period(most),
         }
     }
 }
 
 impl HealthConfig {
-    /// What the core is told.
+    /// Rules for the core.
     pub fn rules(&self) -> HealthRules {
         HealthRules {
-            failures: self.failures,
-            first: self.first.get(),
-            most: self.most.get(),
+            consecutive_failures: self.consecutive_failures,
+            base_ejection_time: self.base_ejection_time.get(),
+            max_ejection_time: self.max_ejection_time.get(),
         }
     }
 
-    /// Mistakes of meaning.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        if self.first.get().is_zero() {
-            let text = "a worker that is out for 0s is never out; the default is 1s, and `failures: 0` turns this off";
-            problems.push(Problem::of("first", text));
+        if self.base_ejection_time.get().is_zero() {
+            let text = "a worker that is out for 0s is never out; the default is 1s, and `consecutive_failures: 0` turns this off";
+            problems.push(Problem::of("base_ejection_time", text));
         }
-        if self.most < self.first {
+        if self.max_ejection_time < self.base_ejection_time {
             let text = format!(
-                "{} is less than `first` ({}); it must be at least as long",
-                self.most, self.first
+                "{} is less than `base_ejection_time` ({}); it must be at least as long",
+                self.max_ejection_time, self.base_ejection_time
             );
-            problems.push(Problem::of("most", text));
+            problems.push(Problem::of("max_ejection_time", text));
         }
-        if self.most.get() > LONGEST {
+        if self.max_ejection_time.get() > LONGEST {
             problems.push(Problem::of(
-                "most",
-                format!("{} is more than a day; the default is 60s", self.most),
+                "max_ejection_time",
+                format!(
+                    "{} is more than a day; the default is 60s",
+                    self.max_ejection_time
+                ),
             ));
         }
         problems
@@ -76,13 +80,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_out_that_cannot_work_are_refused_by_name() {
+    fn invalid_ejection_times_name_their_key() {
         assert_eq!(HealthConfig::default().rules(), HealthRules::default());
         assert!(HealthConfig::default().problems().is_empty());
         for (text, key) in [
-            (r#"{"first": "0s"}"#, "first"),
-            (r#"{"first": "2m"}"#, "most"),
-            (r#"{"most": "25h"}"#, "most"),
+            (r#"{"base_ejection_time": "0s"}"#, "base_ejection_time"),
+            (r#"{"base_ejection_time": "2m"}"#, "max_ejection_time"),
+            (r#"{"max_ejection_time": "25h"}"#, "max_ejection_time"),
         ] {
             let config: HealthConfig = serde_json::from_str(text).unwrap();
             assert_eq!(config.problems().len(), 1, "{text}");

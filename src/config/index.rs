@@ -1,33 +1,59 @@
-//! `index:`: limits of the prefix index.
+//! `index:`: knowledge about the caches of the workers.
 
 use serde::{Deserialize, Serialize};
+use warmroute_engines::shared_cache::SharedCacheConfig;
+use warmroute_settings::Problem;
 
-use crate::settings::Problem;
+use super::{ApproximateConfig, IndexTrustConfig};
+use crate::cluster::remote_index::config::RemoteIndexConfig;
+use crate::cluster::warm_start::config::WarmStartConfig;
 
-/// `index:`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The `index:` section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct IndexConfig {
-    /// Blocks of one worker rank on the device, where its number of KV blocks is not known, and in each lower tier. Where the
-    /// number is known, four times as many may be held.
-    pub most_blocks_per_tier: u64,
+pub struct IndexSection {
+    /// Maximum number of blocks of one worker rank, per tier below the device, and on the device if
+    /// the number of its KV blocks is unknown. If it is known, the limit there is four times as
+    /// many.
+    pub max_blocks_per_tier: u64,
+    /// Handling of event sources that may be out of date.
+    pub freshness: IndexTrustConfig,
+    /// Prediction of caches without KV events.
+    pub approximate: ApproximateConfig,
+    /// Cache that all workers share. `None`: there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_cache: Option<SharedCacheConfig>,
+    /// Source of the index at startup. `None`: the index is built from the events of the engines.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warm_start: Option<WarmStartConfig>,
+    /// Answers queries of processes that keep no index of their own.
+    pub serve: bool,
+    /// Servers that are queried in place of an index of this process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteIndexConfig>,
 }
 
-impl Default for IndexConfig {
+impl Default for IndexSection {
     fn default() -> Self {
         Self {
-            most_blocks_per_tier: 1 << 20,
+            max_blocks_per_tier: 1 << 20,
+            freshness: IndexTrustConfig::default(),
+            approximate: ApproximateConfig::default(),
+            shared_cache: None,
+            warm_start: None,
+            serve: false,
+            remote: None,
         }
     }
 }
 
-impl IndexConfig {
-    /// Values that are valid YAML but make no sense.
+impl IndexSection {
+    /// Checks the keys of the section itself.
     pub fn problems(&self) -> Vec<Problem> {
         let text = "the index would hold nothing; the default is 1048576";
-        let is_zero = self.most_blocks_per_tier == 0;
+        let is_zero = self.max_blocks_per_tier == 0;
         is_zero
-            .then(|| Problem::of("most_blocks_per_tier", text))
+            .then(|| Problem::of("max_blocks_per_tier", text))
             .into_iter()
             .collect()
     }

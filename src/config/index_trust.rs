@@ -1,73 +1,74 @@
-//! `index_trust:`: what is made of event sources that may be out of date.
+//! `index.freshness:`: handling of event sources that may be out of date.
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Period, Problem};
-use crate::trust::{Resync, TrustRules};
+use warmroute_core::freshness::{FreshnessRules, ResyncMode};
+use warmroute_settings::{Period, Problem};
 
-/// `index_trust:`.
+/// The `index.freshness:` section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct IndexTrustConfig {
-    /// By what the credit for cached blocks is multiplied while their event source is stale or catching up, from 0 to 1.
+    /// Factor for the credit of cached blocks while their event source is stale or catching up, 0
+    /// to 1.
     pub stale_credit: f64,
-    /// When a source that says nothing is stale.
-    pub silence: SilenceConfig,
-    /// What becomes of the blocks of a rank when batches are lost for good.
-    pub resync: Resync,
+    /// Conditions under which a silent source counts as stale.
+    pub stale_after: SilenceConfig,
+    /// Handling of the blocks of a rank when batches are permanently lost.
+    pub on_lost_events: ResyncMode,
 }
 
-/// `index_trust.silence:`.
+/// The `index.freshness.stale_after:` section. Both conditions must hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SilenceConfig {
-    /// So many requests were answered that had to store blocks, and no batch came.
+    /// Completed requests that must have stored blocks, without a batch since.
     pub requests: u32,
-    /// And so long ago was the first of them.
-    pub after: Period,
+    /// Time since the first of these requests.
+    pub duration: Period,
 }
 
 impl Default for IndexTrustConfig {
     fn default() -> Self {
-        let TrustRules {
+        let FreshnessRules {
             stale_credit,
             resync,
             ..
-        } = TrustRules::default();
+        } = FreshnessRules::default();
         Self {
             stale_credit,
-            silence: SilenceConfig::default(),
-            resync,
+            stale_after: SilenceConfig::default(),
+            on_lost_events: resync,
         }
     }
 }
 
 impl Default for SilenceConfig {
     fn default() -> Self {
-        let TrustRules {
+        let FreshnessRules {
             silence_requests,
             silence_after,
             ..
-        } = TrustRules::default();
+        } = FreshnessRules::default();
         Self {
             requests: silence_requests,
-            after: Period(silence_after),
+            duration: Period(silence_after),
         }
     }
 }
 
 impl IndexTrustConfig {
-    /// What the core is told.
-    pub fn rules(&self) -> TrustRules {
-        TrustRules {
+    /// Rules for the core.
+    pub fn rules(&self) -> FreshnessRules {
+        FreshnessRules {
             stale_credit: self.stale_credit,
-            silence_requests: self.silence.requests,
-            silence_after: self.silence.after.get(),
-            resync: self.resync,
+            silence_requests: self.stale_after.requests,
+            silence_after: self.stale_after.duration.get(),
+            resync: self.on_lost_events,
         }
     }
 
-    /// Mistakes of meaning.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if !(0.0..=1.0).contains(&self.stale_credit) {
@@ -77,9 +78,9 @@ impl IndexTrustConfig {
             );
             problems.push(Problem::of("stale_credit", text));
         }
-        if self.silence.requests == 0 {
+        if self.stale_after.requests == 0 {
             let text = "0 requests would make every idle engine silent; the default is 3";
-            problems.push(Problem::of("requests", text).within("silence"));
+            problems.push(Problem::of("requests", text).within("stale_after"));
         }
         problems
     }

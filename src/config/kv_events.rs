@@ -1,40 +1,40 @@
-//! `kv_events:`: the connections to the event sources of all workers.
+//! `engines.kv_events:`: the connections to the event sources of all workers.
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Problem, Size};
+use warmroute_settings::{Problem, Size};
 
 /// Smallest limit: the largest batches of a single engine step are some hundred KiB.
 const SMALLEST_MESSAGE: Size = Size::mib(1);
 /// Largest limit: a message is received whole.
 const LARGEST_MESSAGE: Size = Size::mib(1024);
 
-/// `kv_events:`.
+/// The `engines.kv_events:` section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvEventsLimits {
     /// Largest message that is received; a larger one counts as a lost batch.
-    pub max_message: Size,
+    pub max_message_size: Size,
 }
 
 impl Default for KvEventsLimits {
     fn default() -> Self {
         Self {
-            max_message: Size::mib(64),
+            max_message_size: Size::mib(64),
         }
     }
 }
 
 impl KvEventsLimits {
-    /// Values out of range.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
-        if (SMALLEST_MESSAGE..=LARGEST_MESSAGE).contains(&self.max_message) {
+        if (SMALLEST_MESSAGE..=LARGEST_MESSAGE).contains(&self.max_message_size) {
             return Vec::new();
         }
         let text = format!(
-            "`max_message` is {}, but must be from {SMALLEST_MESSAGE} to {LARGEST_MESSAGE}; the default is 64MiB",
-            self.max_message
+            "`max_message_size` is {}, but must be from {SMALLEST_MESSAGE} to {LARGEST_MESSAGE}; the default is 64MiB",
+            self.max_message_size
         );
-        vec![Problem::of("max_message", text)]
+        vec![Problem::of("max_message_size", text)]
     }
 }

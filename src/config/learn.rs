@@ -1,16 +1,16 @@
-//! `learn:`: asking engines for what they know best.
+//! `engines.discovery:`: queries to engines for their settings.
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Period, Problem};
+use warmroute_settings::{Period, Problem};
 
-/// `learn:`.
+/// The `engines.discovery:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LearnConfig {
-    /// Whether workers are asked for the settings of their caches and where their events come from.
+    /// Queries each worker for its cache settings and the addresses of its event sources.
     pub enabled: bool,
-    /// How often each is asked again.
+    /// Interval between two queries to one worker.
     pub interval: Period,
 }
 
@@ -24,7 +24,7 @@ impl Default for LearnConfig {
 }
 
 impl LearnConfig {
-    /// Mistakes of meaning.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.interval.get().is_zero();
         let text = "asking every 0s would never rest; the default is 1m";

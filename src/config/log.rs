@@ -1,36 +1,36 @@
-//! `log:`: how much is said, and in which form.
+//! `process.log:`: level and format of the log.
 
 use serde::{Deserialize, Serialize};
 
-/// How much is logged and how.
+/// The `process.log:` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {
-    /// The least important level that is written; the variable `RUST_LOG` has the last word.
+    /// Minimum level. The environment variable `RUST_LOG` overrides it.
     pub level: LogLevel,
-    /// For people or for machines.
+    /// Format of the lines.
     pub format: LogFormat,
 }
 
-/// Importance of a line.
+/// Level of a line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogLevel {
-    /// Something is broken.
+    /// Failures.
     Error,
-    /// Something is worse than it should be.
+    /// Degradations.
     Warn,
-    /// What the process does as a whole.
+    /// Changes of the state of the process.
     #[default]
     Info,
-    /// What it does with each request.
+    /// Details of each request.
     Debug,
     /// Everything.
     Trace,
 }
 
 impl LogLevel {
-    /// The name that log filters use.
+    /// Name in log filters.
     pub fn as_str(self) -> &'static str {
         match self {
             LogLevel::Error => "error",
@@ -42,11 +42,11 @@ impl LogLevel {
     }
 }
 
-/// Form of a line.
+/// Format of a line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogFormat {
-    /// For people.
+    /// Plain text.
     #[default]
     Text,
     /// One JSON object per line.

@@ -1,16 +1,16 @@
-//! `models:`: what a model is called and where its tokeniser lies.
+//! `models:`: names, tokenizer files and engine settings of the models.
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use warmroute_core::worker::{BlockSize, ModelName};
+use warmroute_engines::kv_events::MediaTokens;
+use warmroute_settings::Problem;
+use warmroute_tokens::prompt::{EngineKind, MediaConfig, TransformersVersion};
 
 use crate::ext_proc::config::FailureMode;
-use crate::intake::engine_tokens::config::EngineTokensConfig;
-use crate::kv_events::MediaTokens;
 use crate::prefill::PrefillConfig;
-use crate::prompt::{Engine, MediaConfig, Transformers};
-use crate::settings::Problem;
-use crate::worker::{BlockSize, ModelName};
+use crate::request::engine_tokens::config::EngineTokensConfig;
 
 /// Largest block size. No engine has larger KV blocks, and hardly any prompt would fill one.
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
@@ -24,65 +24,67 @@ pub struct ModelConfig {
     /// Other names that requests may use.
     #[serde(default)]
     pub aliases: Vec<ModelName>,
-    /// `tokenizer.json`, plain or with `.gz`; without one, requests for the model are routed by load only.
+    /// `tokenizer.json`, plain or as `.gz`. Without one, requests for the model are routed load-only.
     #[serde(default)]
     pub tokenizer: Option<PathBuf>,
-    /// `tokenizer_config.json`: special tokens and, usually, the chat template. The model's `config.json` belongs beside it.
+    /// `tokenizer_config.json`: special tokens and usually the chat template. The model's `config.json`
+    /// is expected in the same folder.
     #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
-    /// A Jinja file in place of the template in `tokenizer_config`.
+    /// Jinja file that replaces the template in `tokenizer_config`.
     #[serde(default)]
     pub chat_template: Option<PathBuf>,
-    /// Names of LoRA adapters on top of it, as requests use them and as its engines report them.
+    /// Names of the model's LoRA adapters, as in requests and in the events of its engines.
     #[serde(default)]
     pub adapters: Vec<ModelName>,
-    /// Whether its engines key blocks by pairs of tokens, as EAGLE speculative decoding does.
+    /// True if the engines key blocks by pairs of tokens, as EAGLE speculative decoding does.
     #[serde(default)]
     pub eagle: bool,
-    /// The token that stands for an image in its prompts, where its engines' events are to be read with their images.
+    /// Placeholder token of an image. Required to match images in KV events.
     #[serde(default)]
-    pub image_token: Option<u32>,
-    /// The token that stands for a video.
+    pub image_token_id: Option<u32>,
+    /// Placeholder token of a video.
     #[serde(default)]
-    pub video_token: Option<u32>,
-    /// What stands for images and the like in its prompts; without it prompts are known up to the first of them.
+    pub video_token_id: Option<u32>,
+    /// Placeholders of media in prompts. `None`: a prompt is known up to its first medium.
     #[serde(default)]
-    pub media: Option<MediaConfig>,
-    /// The engine that serves it.
+    pub multimodal: Option<MediaConfig>,
+    /// Engine that serves the model.
     #[serde(default)]
-    pub engine: Engine,
-    /// The version of transformers that its engines run with.
+    pub engine: EngineKind,
+    /// Version of the `transformers` library that the engines use.
     #[serde(default)]
-    pub transformers: Transformers,
-    /// The class of its tokenizer in the engines, where its files do not tell: `TokenizersBackend` is `tokenizer.json` as it is.
+    pub transformers_version: TransformersVersion,
+    /// Tokenizer class in the engines, if the files do not name it. `TokenizersBackend` stands for
+    /// `tokenizer.json` without changes.
     #[serde(default)]
     pub tokenizer_class: Option<String>,
-    /// The engines' own tokens in place of ours; none: ours only.
+    /// Tokenization by the engines. `None`: warmroute tokenizes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub engine_tokens: Option<EngineTokensConfig>,
-    /// How its prefills are carried out where other workers do them than those that decode; none: they are named.
+    pub remote_tokenizer: Option<EngineTokensConfig>,
+    /// Execution of remote prefills. `None`: headers name the prefill worker.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillConfig>,
-    /// What becomes of its requests when no worker can be chosen, where that is not as for others.
+    /// Handling of requests for which no worker can be chosen. `None`: as for the other models.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
-    /// With what the first token of its engines' answers comes.
+    /// Part of a response that signals its first token.
     #[serde(default)]
-    pub first_token: FirstToken,
-    /// Tokens per KV block by which its engines are compared; 16 where it is left out. The blocks of an engine that cuts
-    /// others are brought to it, where one size divides the other.
+    pub first_token_signal: FirstToken,
+    /// Tokens per KV block of the index; 16 by default. Blocks of engines with another size are
+    /// converted if one size divides the other.
     #[serde(default)]
     pub block_size: Option<BlockSize>,
 }
 
-/// With what the first token of an event stream comes.
+/// Part of an event stream that signals its first token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstToken {
-    /// The first bytes of the body; the headers come before anything is computed.
+    /// The first bytes of the body. The engine sends the headers before it computes anything.
     #[default]
     Body,
-    /// The headers, which the engine holds back so long.
+    /// The headers. The engine sends them with the first token.
     Headers,
 }
 
@@ -92,7 +94,7 @@ fn vllm_default() -> BlockSize {
 }
 
 impl ModelConfig {
-    /// Makes the file names independent of the working directory.
+    /// Makes relative paths absolute; they start at `folder`.
     pub(super) fn resolve(&mut self, folder: &Path) {
         let files = [
             self.tokenizer.as_mut(),
@@ -102,15 +104,15 @@ impl ModelConfig {
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
-        if let Some(media) = &mut self.media {
+        if let Some(media) = &mut self.multimodal {
             media.resolve(folder);
         }
-        if let Some(tokens) = &mut self.engine_tokens {
+        if let Some(tokens) = &mut self.remote_tokenizer {
             tokens.resolve(folder);
         }
     }
 
-    /// Mistakes of meaning; looks whether the files exist.
+    /// Checks the values, and the existence of the files.
     pub(super) fn problems(&self) -> Vec<Problem> {
         let files = [
             ("tokenizer", self.tokenizer.as_ref()),
@@ -129,18 +131,18 @@ impl ModelConfig {
                 "the model has no name; write it as the engines serve it",
             ));
         }
-        let media = self.media.iter().flat_map(MediaConfig::problems);
-        problems.extend(media.map(|problem| problem.within("media")));
+        let media = self.multimodal.iter().flat_map(MediaConfig::problems);
+        problems.extend(media.map(|problem| problem.within("multimodal")));
         problems.extend(self.huge_blocks());
         problems.extend(
             self.wrong_video_token()
-                .map(|text| Problem::of("video_token", text)),
+                .map(|text| Problem::of("video_token_id", text)),
         );
         let tokens = self
-            .engine_tokens
+            .remote_tokenizer
             .iter()
             .flat_map(EngineTokensConfig::problems);
-        problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
+        problems.extend(tokens.map(|problem| problem.within("remote_tokenizer")));
         let prefill = self.prefill.iter().flat_map(PrefillConfig::problems);
         problems.extend(prefill.map(|problem| problem.within("prefill")));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
@@ -161,11 +163,11 @@ impl ModelConfig {
         self.block_size.unwrap_or_else(vllm_default)
     }
 
-    /// The tokens that stand for media.
+    /// Placeholder tokens of media.
     pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens {
-            image: self.image_token,
-            video: self.video_token,
+            image: self.image_token_id,
+            video: self.video_token_id,
         }
     }
 
@@ -181,19 +183,19 @@ impl ModelConfig {
     }
 
     fn wrong_video_token(&self) -> Option<&'static str> {
-        match (self.video_token?, self.image_token) {
+        match (self.video_token_id?, self.image_token_id) {
             (_, None) => {
-                Some("is without effect alone; give `image_token` as well, or leave it out")
+                Some("is without effect alone; give `image_token_id` as well, or leave it out")
             }
-            (video, Some(image)) if video == image => {
-                Some("is the same as `image_token`; leave it out where one token stands for both")
-            }
+            (video, Some(image)) if video == image => Some(
+                "is the same as `image_token_id`; leave it out where one token stands for both",
+            ),
             _ => None,
         }
     }
 }
 
-/// The sentence for a file that should be there.
+/// Error text for a missing file.
 pub(super) fn missing(file: &Path) -> String {
     let kind = if file.exists() {
         "is not a file"

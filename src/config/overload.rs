@@ -1,57 +1,58 @@
-//! `overload:`: from when on a worker has too much to do. Without thresholds only the workers' own word counts.
+//! `routing.overload:`: thresholds above which a worker is overloaded. Without thresholds, only the
+//! responses 429 and 503 mark a worker.
 
 use serde::{Deserialize, Serialize};
 
-use crate::router::WhenOverloaded;
-use crate::schedule::Thresholds;
-use crate::settings::{Period, Problem};
+use warmroute_core::policy::OverloadThresholds;
+use warmroute_core::router::OverloadAction;
+use warmroute_settings::{Period, Problem};
 
-/// `overload:`.
+/// The `routing.overload:` section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OverloadConfig {
-    /// Used share of the KV blocks, from 0 to 1, above which a rank takes no more.
-    pub decode_blocks: Option<f64>,
-    /// Prompt tokens still to prefill above which a rank takes no more.
-    pub prefill_tokens: Option<u64>,
-    /// The same as a multiple of the worker's `max_num_batched_tokens`.
-    pub prefill_tokens_fraction: Option<f64>,
-    /// For how long a worker that answered 429 or 503 gets no requests.
-    pub mark: Period,
-    /// What happens while every eligible worker is overloaded.
-    pub when_all: WhenOverloaded,
+    /// Share of used KV blocks, from 0 to 1, above which a rank is overloaded.
+    pub decode_blocks_threshold: Option<f64>,
+    /// Prompt tokens waiting for prefill above which a rank is overloaded.
+    pub prefill_tokens_threshold: Option<u64>,
+    /// The same threshold as a multiple of the worker's `max_num_batched_tokens`.
+    pub prefill_tokens_threshold_frac: Option<f64>,
+    /// Time without requests for a worker that returned 429 or 503.
+    pub backoff: Period,
+    /// Handling of requests while every eligible worker is overloaded.
+    pub when_all: OverloadAction,
 }
 
 impl Default for OverloadConfig {
     fn default() -> Self {
-        let Thresholds {
+        let OverloadThresholds {
             decode_blocks,
             prefill_tokens,
             prefill_tokens_fraction,
-            mark,
-        } = Thresholds::default();
+            mark_duration: mark,
+        } = OverloadThresholds::default();
         Self {
-            decode_blocks,
-            prefill_tokens,
-            prefill_tokens_fraction,
-            mark: Period(mark),
-            when_all: WhenOverloaded::Route,
+            decode_blocks_threshold: decode_blocks,
+            prefill_tokens_threshold: prefill_tokens,
+            prefill_tokens_threshold_frac: prefill_tokens_fraction,
+            backoff: Period(mark),
+            when_all: OverloadAction::Route,
         }
     }
 }
 
 impl OverloadConfig {
-    /// What the core is told.
-    pub fn thresholds(&self) -> Thresholds {
-        Thresholds {
-            decode_blocks: self.decode_blocks,
-            prefill_tokens: self.prefill_tokens,
-            prefill_tokens_fraction: self.prefill_tokens_fraction,
-            mark: self.mark.get(),
+    /// Thresholds for the core.
+    pub fn thresholds(&self) -> OverloadThresholds {
+        OverloadThresholds {
+            decode_blocks: self.decode_blocks_threshold,
+            prefill_tokens: self.prefill_tokens_threshold,
+            prefill_tokens_fraction: self.prefill_tokens_threshold_frac,
+            mark_duration: self.backoff.get(),
         }
     }
 
-    /// Mistakes of meaning.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let found = self.thresholds().validate().err();
         found
@@ -66,22 +67,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_of_the_blocks_is_at_most_one_and_all_is_off_by_default() {
+    fn block_share_above_one_is_rejected() {
         assert_eq!(
             OverloadConfig::default().thresholds(),
-            Thresholds::default()
+            OverloadThresholds::default()
         );
         let wrong = OverloadConfig {
-            decode_blocks: Some(1.5),
+            decode_blocks_threshold: Some(1.5),
             ..OverloadConfig::default()
         };
         assert_eq!(
             wrong.problems()[0].text,
-            "`decode_blocks` is 1.5, but must be from 0 to 1"
+            "`decode_blocks_threshold` is 1.5, but must be from 0 to 1"
         );
         let read = |text: &str| serde_json::from_str::<OverloadConfig>(text);
         assert_eq!(
-            read(r#"{"mark": "2s"}"#).unwrap().thresholds().mark,
+            read(r#"{"backoff": "2s"}"#)
+                .unwrap()
+                .thresholds()
+                .mark_duration,
             std::time::Duration::from_secs(2)
         );
         assert!(read(r#"{"blocks": 1}"#).is_err());

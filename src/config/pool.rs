@@ -1,21 +1,22 @@
-//! `pool:`: which pool of workers this is. Only an identity: it is shown in the log, in a metric and in `/debug/config`.
+//! `process.pool:`: identity of the pool. It appears in the log, in a metric and in `/debug/config`,
+//! and has no other effect.
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::Problem;
+use warmroute_settings::Problem;
 
-/// `pool:`.
+/// The `process.pool:` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PoolConfig {
-    /// Its name, as of an InferencePool.
+    /// Name of the pool, for example of an InferencePool.
     pub name: Option<String>,
-    /// The namespace it is in.
+    /// Namespace of the pool.
     pub namespace: Option<String>,
 }
 
 impl PoolConfig {
-    /// Mistakes of meaning.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let named = [("name", &self.name), ("namespace", &self.namespace)];
         let empty = named

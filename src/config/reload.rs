@@ -1,53 +1,56 @@
-//! What a running process takes over of another configuration. Sockets, tables and queues that live as long as the process
-//! keep the settings they were made with; everything else follows.
+//! Reload of the configuration of a running process. Sockets, tables and queues exist as long as
+//! the process and retain their settings; all other settings are applied.
 
 use serde_json::Value;
+use warmroute_settings::Problem;
 
-use super::Config;
-use super::check;
-use crate::settings::Problem;
+use super::{Config, check};
 
-/// Another configuration, as far as it can be had without a restart.
+/// New configuration, as far as it applies without a restart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Adopted {
-    /// What is to hold.
+    /// Effective configuration.
     pub config: Config,
-    /// The keys that change with it.
+    /// Keys whose values change.
     pub changed: Vec<String>,
-    /// The keys that are given otherwise, but stay as they are until a restart.
+    /// Keys with new values that take effect only after a restart.
     pub needs_restart: Vec<String>,
 }
 
 impl Config {
-    /// What a process that runs with this configuration takes over of another one; or what would not fit together.
+    /// Applies the reloadable keys of `wanted` to this configuration. Returns the problems of the
+    /// combination, if any.
     pub fn adopt(&self, wanted: &Self) -> Result<Adopted, Vec<Problem>> {
         let mut config = wanted.clone();
-        config.listen = self.listen.clone();
-        config.admin = self.admin.clone();
-        config.api = self.api.clone();
-        config.pool = self.pool.clone();
-        config.limits.connections = self.limits.connections;
-        config.limits.handshake = self.limits.handshake;
-        config.limits.header_list = self.limits.header_list;
-        config.limits.streams = self.limits.streams;
-        config.tracking_hash = self.tracking_hash.clone();
-        config.kv_events = self.kv_events;
-        config.load.prefill_durations = self.load.prefill_durations;
+        config.listeners.ext_proc = self.listeners.ext_proc.clone();
+        config.listeners.admin = self.listeners.admin.clone();
+        config.listeners.api = self.listeners.api.clone();
+        config.process.pool = self.process.pool.clone();
+        config.listeners.limits.max_connections = self.listeners.limits.max_connections;
+        config.listeners.limits.handshake_timeout = self.listeners.limits.handshake_timeout;
+        config.listeners.limits.max_header_list_size = self.listeners.limits.max_header_list_size;
+        config.listeners.limits.max_concurrent_streams =
+            self.listeners.limits.max_concurrent_streams;
+        config.routing.block_hash = self.routing.block_hash.clone();
+        config.engines.kv_events = self.engines.kv_events;
+        config.routing.load.prefill_decay = self.routing.load.prefill_decay;
         config.queue = self.queue.clone();
         config.sessions = self.sessions.clone();
         config.replicas = self.replicas.clone();
-        config.takeover = self.takeover.clone();
-        config.serve_index = self.serve_index;
-        config.use_remote_index = self.use_remote_index.clone();
-        config.approximate = self.approximate.clone();
-        config.readiness = self.readiness.clone();
+        config.index.warm_start = self.index.warm_start.clone();
+        config.index.serve = self.index.serve;
+        config.index.remote = self.index.remote.clone();
+        config.index.approximate = self.index.approximate.clone();
+        config.process.readiness = self.process.readiness.clone();
         config.envoy = self.envoy.clone();
-        config.log.format = self.log.format;
+        config.process.log.format = self.process.log.format;
         let problems = check::problems(&config);
         if !problems.is_empty() {
             return Err(problems);
         }
-        let (running, adopted, wanted) = (value(self), value(&config), value(wanted));
+        let running = value(self);
+        let adopted = value(&config);
+        let wanted = value(wanted);
         Ok(Adopted {
             changed: differences(&running, &adopted),
             needs_restart: differences(&adopted, &wanted),
@@ -55,36 +58,36 @@ impl Config {
         })
     }
 
-    /// Everything as JSON, for the pages.
+    /// The whole configuration as JSON, for the status pages.
     pub fn to_json(&self) -> Value {
         value(self)
     }
 }
 
 fn value(config: &Config) -> Value {
-    // Every key is a string and every number is finite, so there is nothing that JSON lacks.
+    // Every key is a string and every number is finite, so the conversion cannot fail.
     serde_json::to_value(config).unwrap_or_default()
 }
 
-/// The keys whose values differ, by their way from the root.
+/// Paths of the keys whose values differ.
 fn differences(a: &Value, b: &Value) -> Vec<String> {
     let mut found = Vec::new();
     compare("", a, b, &mut found);
     found
 }
 
-fn compare(way: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
+fn compare(path: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
     if a == b {
         return;
     }
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {
-            let newcomers = b.keys().filter(|key| !a.contains_key(*key));
-            for key in a.keys().chain(newcomers) {
-                let inner = if way.is_empty() {
+            let added = b.keys().filter(|key| !a.contains_key(*key));
+            for key in a.keys().chain(added) {
+                let inner = if path.is_empty() {
                     key.clone()
                 } else {
-                    format!("{way}.{key}")
+                    format!("{path}.{key}")
                 };
                 let side = |side: &serde_json::Map<String, Value>| {
                     side.get(key).cloned().unwrap_or_default()
@@ -92,8 +95,8 @@ fn compare(way: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
                 compare(&inner, &side(a), &side(b), found);
             }
         }
-        // Items have no names; that the list is another one is all there is to say.
-        _ => found.push(way.to_owned()),
+        // List items have no names, so only the list is reported.
+        _ => found.push(path.to_owned()),
     }
 }
 
@@ -101,8 +104,7 @@ fn compare(way: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
 mod tests {
     use super::*;
 
-    const BASE: &str =
-        "models: [{name: m, block_size: 16}]\nworkers: [{id: 1, endpoint: '10.0.0.1:80'}]\n";
+    const BASE: &str = "models: [{name: m, block_size: 16}]\nworkers: {list: [{id: 1, endpoint: '10.0.0.1:80'}]}\n";
 
     fn config(more: &str) -> Config {
         Config::parse(
@@ -113,50 +115,54 @@ mod tests {
     }
 
     #[test]
-    fn what_lives_as_long_as_the_process_stays_and_is_named() {
+    fn settings_that_need_a_restart_are_reported() {
         let running = config("");
-        let more = "listen: {tcp: '127.0.0.1:9008'}\nadmin: {listen: '127.0.0.1:9009'}\nqueue: {deadline: 9s}\n\
-                    sessions: {}\nschedule: {router_temperature: 0.5}\nlog: {level: debug, format: json}\n\
-                    drain: {deadline: 1s}\nresponse: {why_header: true}\npool: {name: p}\n";
+        let more = "listeners: {ext_proc: {address: '127.0.0.1:9008'}, admin: {address: '127.0.0.1:9009'}}\n\
+                    queue: {timeout: 9s}\nsessions: {}\nrouting: {weights: {router_temperature: 0.5}}\n\
+                    gateway: {response_headers: {why: true}}\n\
+                    process: {log: {level: debug, format: json}, drain: {timeout: 1s}, pool: {name: p}}\n";
         let adopted = running.adopt(&config(more)).unwrap();
         assert_eq!(
             adopted.changed,
             [
-                "schedule.router_temperature",
-                "drain.deadline",
-                "response.why_header",
-                "log.level"
+                "routing.weights.router_temperature",
+                "gateway.response_headers.why",
+                "process.drain.timeout",
+                "process.log.level"
             ]
         );
         let restart = [
-            "listen.tcp",
-            "admin.listen",
-            "queue.deadline",
-            "log.format",
-            "pool",
+            "listeners.ext_proc.address",
+            "listeners.admin.address",
+            "queue.timeout",
+            "process.log.format",
+            "process.pool",
             "sessions",
         ];
         assert_eq!(adopted.needs_restart, restart);
-        assert_eq!(adopted.config.listen, running.listen);
-        assert_eq!(adopted.config.drain, config(more).drain);
+        assert_eq!(
+            adopted.config.listeners.ext_proc,
+            running.listeners.ext_proc
+        );
+        assert_eq!(adopted.config.process.drain, config(more).process.drain);
     }
 
     #[test]
-    fn the_same_configuration_changes_nothing() {
+    fn equal_configuration_changes_nothing() {
         let running = config("");
         let adopted = running
-            .adopt(&config("# in other words\nschedule: {}\n"))
+            .adopt(&config("# in other words\nrouting: {weights: {}}\n"))
             .unwrap();
         assert_eq!((adopted.changed, adopted.needs_restart), (vec![], vec![]));
         assert_eq!(adopted.config, running);
     }
 
     #[test]
-    fn what_does_not_fit_to_what_must_stay_is_refused() {
+    fn conflict_with_retained_settings_is_rejected() {
         let running = config("queue: {prefill_busy_threshold: 100}\n");
-        // Right in itself, but the queue that runs has a threshold on what would no longer be counted.
+        // Valid alone, but the running queue has a threshold on tokens that would not be counted.
         let problems = running
-            .adopt(&config("load: {prefill_tokens: false}\n"))
+            .adopt(&config("routing: {load: {prefill_tokens: false}}\n"))
             .unwrap_err();
         assert!(problems[0].text.contains("never reached"), "{problems:?}");
     }

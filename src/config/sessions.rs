@@ -1,48 +1,50 @@
-//! `sessions:`: how a request says of which session it is, and how strictly a session stays where it is. Off as a whole
-//! where the section is missing.
+//! `sessions:`: source of the session id in a request, and affinity of a session to its worker rank.
+//! Without the section, requests have no sessions.
 
 use serde::{Deserialize, Serialize};
 
-use crate::engine_sessions::config::EngineSessionsConfig;
-use crate::sessions::SessionRules;
-use crate::settings::{Period, Problem, Step, is_header_name};
+use warmroute_core::sessions::SessionRules;
+use warmroute_engines::engine_sessions::config::EngineSessionsConfig;
+use warmroute_settings::{Period, Problem, Step, is_header_name};
 
-/// `sessions:`.
+/// The `sessions:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SessionsConfig {
-    /// How strictly a session stays with its worker rank.
+    /// Affinity of a session to its worker rank.
     pub affinity: Affinity,
-    /// How long a session is remembered after its last request ended; from 1s to a year.
+    /// Retention of a session after its last request ended; from 1s to a year.
     pub ttl: Period,
-    /// Headers that may carry the session id; the first that a request has counts.
+    /// Headers that may carry the session id. The first one present in a request is used.
     pub headers: Vec<String>,
-    /// The field of the body that carries it where no header does, as a path with dots: `session_id`, `metadata.session`.
+    /// Body field that carries the session id if no header does, as a dotted path:
+    /// `metadata.session`.
     pub body_field: Option<String>,
-    /// Headers that may carry the id of the session that started this one; all of one parent stay together.
+    /// Headers that may carry the id of the parent session. Sessions of one parent share a worker
+    /// rank.
     pub parent_headers: Vec<String>,
-    /// Headers that may say, by `true` or `1`, that this is the last request of the session.
+    /// Headers that mark the last request of a session by `true` or `1`.
     pub final_headers: Vec<String>,
-    /// How long a request may wait for the first of its session to be routed.
-    pub wait: Period,
-    /// How many sessions are remembered; requests of others are routed without.
-    pub most_sessions: usize,
-    /// How many of them one tenant may have, by `clients.tenant_header`.
-    pub most_sessions_per_tenant: usize,
-    /// Longest id in bytes, of a session or a tenant; longer ones are ignored.
-    pub longest_id: usize,
-    /// Whether engines are told of sessions that come to them and leave; none: they are not.
+    /// Maximum wait of a request until the first request of its session is routed.
+    pub wait_timeout: Period,
+    /// Maximum number of sessions. Requests of further sessions are routed without affinity.
+    pub max_sessions: usize,
+    /// Maximum number of sessions of one tenant, identified by `requests.clients.tenant_header`.
+    pub max_sessions_per_tenant: usize,
+    /// Maximum length of a session or tenant id in bytes. Longer ids are ignored.
+    pub max_id_length: usize,
+    /// Calls that open and close sessions on engines. `None`: there are none.
     pub engine: Option<EngineSessionsConfig>,
 }
 
-/// How strictly a session stays with its worker rank.
+/// Affinity of a session to its worker rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Affinity {
-    /// As long as the rank is eligible, nobody else is.
+    /// While the rank is eligible, it is the only candidate.
     #[default]
     Hard,
-    /// The rank is a hint, and the session goes along when another is chosen.
+    /// The rank is preferred. If another one is chosen, the session moves there.
     Soft,
 }
 
@@ -61,27 +63,27 @@ impl Default for SessionsConfig {
             body_field: None,
             parent_headers: names(["x-dynamo-parent-session-id", "x-parent-session-id"]),
             final_headers: names(["x-dynamo-session-final"]),
-            wait: Period::millis(500),
-            most_sessions,
-            most_sessions_per_tenant,
-            longest_id,
+            wait_timeout: Period::millis(500),
+            max_sessions: most_sessions,
+            max_sessions_per_tenant: most_sessions_per_tenant,
+            max_id_length: longest_id,
             engine: None,
         }
     }
 }
 
 impl SessionsConfig {
-    /// What the core is told.
+    /// Rules for the core.
     pub fn rules(&self) -> SessionRules {
         SessionRules {
             ttl: self.ttl.get(),
-            most_sessions: self.most_sessions,
-            most_sessions_per_tenant: self.most_sessions_per_tenant,
-            longest_id: self.longest_id,
+            most_sessions: self.max_sessions,
+            most_sessions_per_tenant: self.max_sessions_per_tenant,
+            longest_id: self.max_id_length,
         }
     }
 
-    /// Mistakes of meaning.
+    /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let found = self.rules().validate().err();
         let mut problems: Vec<_> = found
@@ -135,13 +137,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sections_that_cannot_work_are_refused_where_they_are_wrong() {
+    fn invalid_sections_name_the_key() {
         assert!(SessionsConfig::default().problems().is_empty());
         assert_eq!(SessionsConfig::default().rules(), SessionRules::default());
         let cases: [(&str, &[Step]); 10] = [
             (r#"{"ttl": "999ms"}"#, &["ttl".into()]),
             (r#"{"ttl": "367days"}"#, &["ttl".into()]),
-            (r#"{"most_sessions": 0}"#, &["most_sessions".into()]),
+            (r#"{"max_sessions": 0}"#, &["max_sessions".into()]),
             (r#"{"headers": []}"#, &["headers".into()]),
             (
                 r#"{"headers": ["x-a", "x b"]}"#,
@@ -161,8 +163,8 @@ mod tests {
                 &["engine".into(), "timeout".into()],
             ),
             (
-                r#"{"engine": {"kind": "sglang", "idle": "9m"}}"#,
-                &["engine".into(), "idle".into()],
+                r#"{"engine": {"kind": "sglang", "idle_timeout": "9m"}}"#,
+                &["engine".into(), "idle_timeout".into()],
             ),
         ];
         for (text, trail) in cases {

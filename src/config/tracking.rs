@@ -1,36 +1,35 @@
-//! `tracking_hash:`: under which names the load counts prompt blocks. With a key the names say nothing to those who lack
-//! it; the key lies in a file of its own, so that the configuration can be shown.
+//! `routing.block_hash:`: hash by which the load tracker names prompt blocks. Keyed hashes reveal
+//! nothing without the key. The key is in a separate file, so that the configuration can be shown.
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use warmroute_settings::Problem;
 
 use super::model::missing;
-use crate::block::TrackingHash;
-use crate::block::tracking::Key;
-use crate::settings::Problem;
+use crate::tracking_hash::{TrackingHash, TrackingKey};
 
-/// The family of names.
+/// Hash family.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TrackingFamily {
     /// The public sequence hashes.
     #[default]
     #[serde(rename = "public-xxh3-v1")]
     Public,
-    /// Hashes that need the key.
+    /// Hashes with a secret key.
     #[serde(rename = "keyed-xxh3-v1")]
     Keyed,
 }
 
-/// `tracking_hash:`.
+/// The `routing.block_hash:` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrackingHashConfig {
-    /// Which names.
-    pub family: TrackingFamily,
-    /// File with the 32 bytes of the key, raw.
+    /// Hash family.
+    pub algorithm: TrackingFamily,
+    /// File with the 32 raw bytes of the key.
     pub key_file: Option<PathBuf>,
-    /// Name of the key; all routers that share load figures need the same key under the same name.
+    /// Name of the key. All replicas need the same key with the same name.
     pub key_id: Option<String>,
 }
 
@@ -43,14 +42,14 @@ impl TrackingHashConfig {
 
     /// Reads the key.
     pub fn load(&self) -> Result<TrackingHash, Problem> {
-        if self.family == TrackingFamily::Public {
+        if self.algorithm == TrackingFamily::Public {
             let given = [
                 ("key_file", self.key_file.is_some()),
                 ("key_id", self.key_id.is_some()),
             ];
             return match given.into_iter().find(|(_, given)| *given) {
                 Some((name, _)) => {
-                    let text = "public names need no key, so this has no effect; write `family: keyed-xxh3-v1`, or leave it out";
+                    let text = "public names need no key, so this has no effect; write `algorithm: keyed-xxh3-v1`, or leave it out";
                     Err(Problem::of(name, text))
                 }
                 None => Ok(TrackingHash::Public),
@@ -58,14 +57,14 @@ impl TrackingHashConfig {
         }
         let Some(file) = &self.key_file else {
             return Err(Problem::of(
-                "family",
+                "algorithm",
                 "this family needs a key; name its file as `key_file`",
             ));
         };
         let id = self.key_id.as_deref().filter(|id| !id.is_empty());
         let id = id.ok_or_else(|| {
             Problem::of(
-                "family",
+                "algorithm",
                 "this family needs a key; give its name as `key_id`",
             )
         })?;
@@ -79,16 +78,16 @@ impl TrackingHashConfig {
             )
         };
         let bytes = std::fs::read(file).map_err(unreadable)?;
-        let secret: [u8; Key::LEN] = bytes.try_into().map_err(|bytes: Vec<u8>| {
+        let secret: [u8; TrackingKey::LEN] = bytes.try_into().map_err(|bytes: Vec<u8>| {
             let text = format!(
                 "{} has {} bytes; a key has {}, raw",
                 file.display(),
                 bytes.len(),
-                Key::LEN
+                TrackingKey::LEN
             );
             Problem::of("key_file", text)
         })?;
-        Ok(TrackingHash::Keyed(Key::new(id, secret)))
+        Ok(TrackingHash::Keyed(TrackingKey::new(id, secret)))
     }
 }
 
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_32_bytes_with_a_name() {
+    fn key_needs_32_bytes_and_a_name() {
         let folder = tempfile::tempdir().unwrap();
         let file = |name: &str, bytes: usize| {
             std::fs::write(folder.path().join(name), vec![7; bytes]).unwrap();
@@ -106,7 +105,7 @@ mod tests {
         let keyed = |key_file, key_id: Option<&str>| {
             let key_id = key_id.map(str::to_owned);
             let mut config = TrackingHashConfig {
-                family: TrackingFamily::Keyed,
+                algorithm: TrackingFamily::Keyed,
                 key_file,
                 key_id,
             };
@@ -119,7 +118,7 @@ mod tests {
         );
         assert_eq!(
             keyed(file("good", 32), Some("k1")).unwrap(),
-            TrackingHash::Keyed(Key::new("k1", [7; 32]))
+            TrackingHash::Keyed(TrackingKey::new("k1", [7; 32]))
         );
         let cases = [
             (None, Some("k1"), "name its file"),

@@ -1,75 +1,78 @@
-//! Where the two filters of one exchange find each other. The first filter in Envoy's list sees the answer's body and ends
-//! its stream after the first piece of it, so that seeing the first token costs the same however long the answer is; it
-//! knows the exchange by a name that the other filter put into dynamic metadata, where no client can write.
+//! Exchange of first tokens between the two filters of one exchange. The probe filter is the first
+//! in Envoy's list. It sees the response body and ends its stream after the first piece, so the
+//! cost does not depend on the length of the response. It identifies the exchange by a key in the
+//! dynamic metadata, which the other filter sets and which clients cannot write.
 
 use std::sync::{Arc, OnceLock};
 
 use dashmap::DashMap;
 use tokio::sync::Notify;
 
-type Hear = Box<dyn Fn(&str) + Send + Sync>;
+type FirstTokenListener = Box<dyn Fn(&str) + Send + Sync>;
 
 /// The exchanges that wait for their first token.
 #[derive(Default)]
-pub(super) struct FirstTokens {
+pub(super) struct FirstTokenRegistry {
     waiting: DashMap<String, Arc<Notify>>,
-    /// Told of those that nobody here waits for: another replica may.
-    elsewhere: OnceLock<Hear>,
+    /// Listener for the keys that are not registered here, because they may belong to another
+    /// replica.
+    on_foreign: OnceLock<FirstTokenListener>,
 }
 
-/// One exchange that waits for its first token; forgotten by drop.
-pub(super) struct Awaited {
-    name: String,
-    seen: Arc<Notify>,
-    among: Arc<FirstTokens>,
+/// One exchange that waits for its first token. Deregistered by drop.
+pub(super) struct FirstTokenWaiter {
+    key: String,
+    notify: Arc<Notify>,
+    registry: Arc<FirstTokenRegistry>,
 }
 
-impl FirstTokens {
-    /// Waits under a name that nobody else has.
-    pub(super) fn expect(self: &Arc<Self>, name: String) -> Awaited {
-        let seen = Arc::new(Notify::new());
-        self.waiting.insert(name.clone(), seen.clone());
-        Awaited {
-            name,
-            seen,
-            among: self.clone(),
+impl FirstTokenRegistry {
+    /// Registers an exchange under a unique key.
+    pub(super) fn register(self: &Arc<Self>, key: String) -> FirstTokenWaiter {
+        let observed = Arc::new(Notify::new());
+        self.waiting.insert(key.clone(), observed.clone());
+        FirstTokenWaiter {
+            key,
+            notify: observed,
+            registry: self.clone(),
         }
     }
 
-    /// The first token of the exchange of this name was seen; says whether anybody had waited for it.
-    pub(super) fn seen(&self, name: &str) -> bool {
-        let waiting = self.waiting.remove(name);
-        if let Some((_, notify)) = &waiting {
-            // Kept for whoever asks only later.
+    /// Notifies the exchange with this key. Returns whether it was registered.
+    pub(super) fn notify(&self, key: &str) -> bool {
+        let waiter = self.waiting.remove(key);
+        if let Some((_, notify)) = &waiter {
+            // `notify_one` stores a permit, in case the exchange is not waiting yet.
             notify.notify_one();
         }
-        waiting.is_some()
+        waiter.is_some()
     }
 
-    /// The same, seen by us. If nobody here has waited for it, whoever wants to know of that is told.
-    pub(super) fn seen_here(&self, name: &str) -> bool {
-        let seen = self.seen(name);
-        if let Some(hear) = self.elsewhere.get().filter(|_| !seen) {
-            hear(name);
+    /// Notifies the exchange with this key after this process has observed the first token. An
+    /// unknown key goes to the listener.
+    pub(super) fn notify_observed(&self, key: &str) -> bool {
+        let observed = self.notify(key);
+        if let Some(listener) = self.on_foreign.get().filter(|_| !observed) {
+            listener(key);
         }
-        seen
+        observed
     }
 
-    pub(super) fn on_foreign(&self, hear: impl Fn(&str) + Send + Sync + 'static) {
-        self.elsewhere.set(Box::new(hear)).ok();
-    }
-}
-
-impl Awaited {
-    /// Completes when the first token was seen; once.
-    pub(super) async fn seen(&self) {
-        self.seen.notified().await;
+    pub(super) fn on_foreign(&self, listener: impl Fn(&str) + Send + Sync + 'static) {
+        self.on_foreign.set(Box::new(listener)).ok();
     }
 }
 
-impl Drop for Awaited {
+impl FirstTokenWaiter {
+    /// Completes once, when the first token was observed.
+    pub(super) async fn notified(&self) {
+        self.notify.notified().await;
+    }
+}
+
+impl Drop for FirstTokenWaiter {
     fn drop(&mut self) {
-        self.among.waiting.remove(&self.name);
+        self.registry.waiting.remove(&self.key);
     }
 }
 
@@ -78,15 +81,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_was_seen_early_is_not_lost_and_nobody_is_remembered() {
-        let first_tokens = Arc::new(FirstTokens::default());
-        let awaited = first_tokens.expect("a".to_owned());
-        assert!(!first_tokens.seen("b"));
-        assert!(first_tokens.seen("a"));
-        assert!(!first_tokens.seen("a"), "only once");
-        awaited.seen().await;
-        drop(first_tokens.expect("c".to_owned()));
-        assert!(!first_tokens.seen("c"));
+    async fn early_first_token_is_kept_and_drop_deregisters() {
+        let first_tokens = Arc::new(FirstTokenRegistry::default());
+        let waiter = first_tokens.register("a".to_owned());
+        assert!(!first_tokens.notify("b"));
+        assert!(first_tokens.notify("a"));
+        assert!(!first_tokens.notify("a"), "only once");
+        waiter.notified().await;
+        drop(first_tokens.register("c".to_owned()));
+        assert!(!first_tokens.notify("c"));
         assert!(first_tokens.waiting.is_empty());
     }
 }

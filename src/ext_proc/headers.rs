@@ -1,4 +1,4 @@
-//! Header names: those we set, those only we may set, and the few we read.
+//! Names of the headers that warmroute sets, reserves and reads.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -8,50 +8,47 @@ use std::sync::Arc;
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::google::protobuf::Struct;
 use envoy_types::pb::google::protobuf::value::Kind;
+use warmroute_core::worker::WorkerEndpoint;
 
-use crate::worker::Endpoint;
+use crate::prefill::ClientHeaders;
+
+pub use warmroute_core::envoy_names::{ENDPOINT, PREFILL_CLUSTER, PREFILL_DESTINATION};
 
 /// Instance id of the chosen worker, decimal.
 pub const WORKER_ID: &str = "x-worker-instance-id";
 /// Data-parallel rank of the chosen worker.
 pub const DP_RANK: &str = "x-dp-rank";
-/// The same rank under the name vLLM's own front end reads.
-pub const DATA_PARALLEL_RANK: &str = "x-data-parallel-rank";
+/// The same rank under the name that vLLM's front end reads.
+pub(super) const DATA_PARALLEL_RANK: &str = "x-data-parallel-rank";
 /// Instance id of the chosen prefill worker, decimal.
-pub const PREFILL_ID: &str = "x-prefill-instance-id";
+pub(super) const PREFILL_ID: &str = "x-prefill-instance-id";
 /// Data-parallel rank of the chosen prefill worker.
 pub const PREFILL_RANK: &str = "x-prefill-dp-rank";
-/// `ip:port` of the chosen prefill worker, where sidecars look for it.
-pub const PREFILL_ENDPOINT: &str = "x-prefiller-host-port";
-/// Envoy's cluster that gets a copy of the request; where it is not there, nobody does.
-pub const PREFILL_CLUSTER: &str = "x-prefill-cluster";
-/// `ip:port` of who gets that copy; also a key of the dynamic metadata.
-pub const PREFILL_DESTINATION: &str = "x-prefill-destination";
-/// `ip:port` of the chosen worker; also the key of the dynamic metadata that Envoy's `override_host` reads.
-pub const ENDPOINT: &str = "x-gateway-destination-endpoint";
-/// Response header that names the step of the degradation ladder.
+/// `ip:port` of the chosen prefill worker, for sidecars.
+pub(super) const PREFILL_ENDPOINT: &str = "x-prefiller-host-port";
+/// Response header with the routing mode.
 pub const MODE: &str = "x-warmroute-mode";
 
 /// Response header with the cached prompt tokens that the engine is expected to report.
-pub const PREDICTED: &str = "x-warmroute-predicted-cached-tokens";
+pub(super) const PREDICTED_CACHED_TOKENS: &str = "x-warmroute-predicted-cached-tokens";
 
-/// Response header that says in short why the worker was chosen.
-pub const WHY: &str = "x-warmroute-why";
+/// Response header with a short explanation of the choice.
+pub(super) const WHY_CHOSEN: &str = "x-warmroute-why";
 
-/// Name of a request, for logs.
+/// Id of a request, for logs.
 pub const REQUEST_ID: &str = "x-request-id";
 
-/// Response header that says in llm-d's words why a request was dropped.
-pub const DROPPED: &str = "x-llm-d-request-dropped-reason";
+/// Response header with llm-d's reason for a rejection.
+pub(super) const DROPPED_REASON: &str = "x-llm-d-request-dropped-reason";
 
 /// Response header with the endpoint that served, for conformance tests.
-pub const CONFORMANCE_SERVED: &str = "x-conformance-test-served-endpoint";
-/// Request header that names the endpoints to choose from, for conformance tests.
-pub const CONFORMANCE_SELECTION: &str = "test-epp-endpoint-selection";
-/// Request header by which the echo server of conformance tests is asked to set a response header.
-pub const CONFORMANCE_ECHO: &str = "x-echo-set-header";
+pub(super) const CONFORMANCE_SERVED: &str = "x-conformance-test-served-endpoint";
+/// Request header with the candidate endpoints, for conformance tests.
+pub(super) const CONFORMANCE_SELECTION: &str = "test-epp-endpoint-selection";
+/// Request header that asks the echo server of conformance tests to set a response header.
+pub(super) const CONFORMANCE_ECHO: &str = "x-echo-set-header";
 
-/// What we keep of a request's headers.
+/// The parts of a request's headers that warmroute uses.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestHead {
     /// HTTP method.
@@ -60,38 +57,41 @@ pub struct RequestHead {
     pub path: String,
     /// `x-request-id`, for logs.
     pub request_id: String,
-    /// What it says of its length.
+    /// Announced length of the body, in bytes.
     pub content_length: Option<u64>,
-    /// Everything, as Envoy sent it.
-    pub all: Arc<HeaderMap>,
+    /// All headers, as Envoy sent them.
+    pub headers: Arc<HeaderMap>,
 }
 
 impl RequestHead {
-    /// Reads the head of a request.
-    pub fn read(headers: Option<HeaderMap>) -> Self {
+    /// Parses the headers of a request.
+    pub fn parse(headers: Option<HeaderMap>) -> Self {
         let all = Arc::new(headers.unwrap_or_default());
         let mut head = Self::default();
         for header in &all.headers {
             match header.key.as_str() {
-                ":method" => head.method = text(header).into_owned(),
-                ":path" => head.path = text(header).into_owned(),
-                REQUEST_ID => head.request_id = text(header).into_owned(),
-                "content-length" => head.content_length = text(header).trim().parse().ok(),
+                ":method" => head.method = value_text(header).into_owned(),
+                ":path" => head.path = value_text(header).into_owned(),
+                REQUEST_ID => head.request_id = value_text(header).into_owned(),
+                "content-length" => head.content_length = value_text(header).trim().parse().ok(),
                 _ => {}
             }
         }
-        Self { all, ..head }
+        Self {
+            headers: all,
+            ..head
+        }
     }
 
-    /// The last value of a header that is not blank; a blank one where there is no other.
+    /// The last value of a header that is not blank, or else a blank one.
     pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
         let values = || {
-            self.all
+            self.headers
                 .headers
                 .iter()
                 .rev()
                 .filter(|header| header.key.eq_ignore_ascii_case(name))
-                .map(text)
+                .map(value_text)
         };
         values()
             .find(|value| !value.trim().is_empty())
@@ -99,129 +99,154 @@ impl RequestHead {
     }
 }
 
-/// What we keep of a response's headers, and of what Envoy says beside them.
+impl ClientHeaders for RequestHead {
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    fn fields(&self) -> Vec<(&str, &[u8])> {
+        self.headers
+            .headers
+            .iter()
+            .map(|header| (header.key.as_str(), value_bytes(header)))
+            .collect()
+    }
+
+    fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+        RequestHead::get(self, name)
+    }
+}
+
+/// The parts of a response's headers and attributes that warmroute uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResponseHead {
-    /// HTTP status; 0 where Envoy sent none.
+    /// HTTP status; 0 if Envoy sent none.
     pub status: u16,
     /// Whether the body is a stream of server-sent events.
-    pub event_stream: bool,
-    /// Who answered, where Envoy is configured to say.
-    pub from: AnsweredBy,
+    pub is_event_stream: bool,
+    /// Source of the response, if Envoy is configured to send it.
+    pub source: ResponseSource,
     /// Whether Envoy's router has added `x-envoy-upstream-service-time`.
     pub has_upstream_time: bool,
 }
 
-/// Who made a response.
+/// Source of a response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AnsweredBy {
-    /// Envoy does not say.
+pub enum ResponseSource {
+    /// Not reported.
     #[default]
     Unknown,
     /// The worker at this endpoint.
     Worker(SocketAddr),
-    /// Envoy itself: no worker could be reached.
+    /// Envoy: no worker could be reached.
     Envoy,
-    /// Envoy itself, for reasons of its own: a limit, a time, a fault it was told to inject. That tells nothing of workers.
-    Policy,
-    /// Envoy or the worker: a 503 without attributes, without `x-envoy-upstream-service-time`, and without headers that engines set.
-    /// [`GatewayTraits`](super::gateway::GatewayTraits) decides.
+    /// Envoy, for its own reasons: a limit, a timeout, an injected fault. Says nothing about
+    /// workers.
+    EnvoyPolicy,
+    /// Envoy or the worker: a 503 without attributes, without `x-envoy-upstream-service-time`, and
+    /// without headers that engines set. [`GatewayTraits`](super::gateway::GatewayTraits) decides.
     Ambiguous,
 }
 
 impl ResponseHead {
-    /// Reads the head of a response; `attributes` as the configuration asks Envoy to send them.
-    pub fn read(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
-        let said = answered_by(attributes);
+    /// Parses the headers of a response, and the attributes that Envoy is configured to send.
+    pub fn parse(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
+        let reported = response_source(attributes);
         let mut head = Self {
-            from: said.unwrap_or_default(),
+            source: reported.unwrap_or_default(),
             ..Self::default()
         };
         let mut is_of_engine = false;
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
-                ":status" => head.status = text(header).parse().unwrap_or(0),
+                ":status" => head.status = value_text(header).parse().unwrap_or(0),
                 "content-type" => {
-                    head.event_stream = text(header)
+                    head.is_event_stream = value_text(header)
                         .trim_start()
                         .to_ascii_lowercase()
                         .starts_with("text/event-stream");
                 }
-                // Envoy's router adds the first to responses of workers, and the second to requests that it refused to send.
+                // Envoy's router adds the first to responses of workers, and the second to requests
+                // that it refused to send.
                 "x-envoy-upstream-service-time" => head.has_upstream_time = true,
                 // Envoy adds these to its own responses only after the filters.
                 "date" | "server" => is_of_engine = true,
-                "x-envoy-overloaded" if said.is_none() => head.from = AnsweredBy::Policy,
+                "x-envoy-overloaded" if reported.is_none() => {
+                    head.source = ResponseSource::EnvoyPolicy
+                }
                 _ => {}
             }
         }
         let is_ambiguous =
-            said.is_none() && head.status == 503 && !is_of_engine && !head.has_upstream_time;
-        if is_ambiguous && head.from == AnsweredBy::Unknown {
-            head.from = AnsweredBy::Ambiguous;
+            reported.is_none() && head.status == 503 && !is_of_engine && !head.has_upstream_time;
+        if is_ambiguous && head.source == ResponseSource::Unknown {
+            head.source = ResponseSource::Ambiguous;
         }
         head
     }
 
-    /// The same where the gateway names the endpoint that served: of several that were tried, separated by commas, the last.
+    /// Sets the endpoint that served, as the gateway reports it. The last endpoint of a list with
+    /// commas sent the response.
     #[must_use]
-    pub fn served_by(mut self, served: Option<&str>) -> Self {
+    pub fn with_served_endpoint(mut self, served: Option<&str>) -> Self {
         let address = served.and_then(|text| text.rsplit(',').next()?.trim().parse().ok());
-        // What Envoy says of its own answers is not about whom it had meant to ask.
-        if let (Some(address), AnsweredBy::Unknown | AnsweredBy::Worker(_)) = (address, self.from) {
-            self.from = AnsweredBy::Worker(address);
+        // For a response of Envoy itself the attribute names an endpoint that did not respond.
+        if let (Some(address), ResponseSource::Unknown | ResponseSource::Worker(_)) =
+            (address, self.source)
+        {
+            self.source = ResponseSource::Worker(address);
         }
         self
     }
 }
 
-/// Attribute of Envoy's that names whoever a request goes to, or was sent to last.
-const UPSTREAM: &str = "upstream.address";
+/// Envoy's attribute with the endpoint that a request is or was sent to.
+const UPSTREAM_ADDRESS: &str = "upstream.address";
 
-/// Flag of Envoy's that also stands on answers of workers: there will be no further try.
+/// Envoy's response flag for exhausted retries. Also set on responses of workers.
 const RETRIES_EXHAUSTED: u64 = 1 << 15;
 
-/// Flags of Envoy's that say that no worker could be reached, or that it fell silent: no healthy host, reset by the worker,
-/// no connection, connection lost, not understood, no address. Their bits are the order of Envoy's `CoreResponseFlag`.
-const UNREACHABLE: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
+/// Envoy's response flags for an unreachable or silent worker: no healthy upstream, upstream remote
+/// reset, connection failure, connection termination, protocol error, DNS failure. The bits follow
+/// the order of Envoy's `CoreResponseFlag`.
+const UNREACHABLE_FLAGS: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
 
-/// `upstream.address` names who was tried last, `response.flags` says what went wrong where Envoy made the answer itself.
-/// `None` where Envoy is not configured to say.
-fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
-    let flags = match find(attributes, "response.flags") {
+/// `upstream.address` names the last endpoint tried, and `response.flags` the failure if Envoy made
+/// the response. Returns `None` if Envoy is not configured to send them.
+fn response_source(attributes: &HashMap<String, Struct>) -> Option<ResponseSource> {
+    let flags = match attribute(attributes, "response.flags") {
         Some(Kind::NumberValue(flags)) => Some(*flags as u64 & !RETRIES_EXHAUSTED),
         _ => None,
     };
-    match (flags, find(attributes, UPSTREAM)) {
-        (Some(flags), _) if flags & UNREACHABLE != 0 => Some(AnsweredBy::Envoy),
-        (Some(1..), _) => Some(AnsweredBy::Policy),
+    match (flags, attribute(attributes, UPSTREAM_ADDRESS)) {
+        (Some(flags), _) if flags & UNREACHABLE_FLAGS != 0 => Some(ResponseSource::Envoy),
+        (Some(1..), _) => Some(ResponseSource::EnvoyPolicy),
         (_, Some(Kind::StringValue(address))) => Some(
             address
                 .parse()
-                .map_or(AnsweredBy::Unknown, AnsweredBy::Worker),
+                .map_or(ResponseSource::Unknown, ResponseSource::Worker),
         ),
-        (Some(_), _) => Some(AnsweredBy::Unknown),
+        (Some(_), _) => Some(ResponseSource::Unknown),
         (None, _) => None,
     }
 }
 
-/// Who gets a request that is on its way.
-pub(super) fn upstream(attributes: &HashMap<String, Struct>) -> Option<Endpoint> {
-    match find(attributes, UPSTREAM)? {
-        Kind::StringValue(address) => address.parse().ok().map(Endpoint),
+/// The endpoint that a request is being sent to.
+pub(super) fn upstream_endpoint(attributes: &HashMap<String, Struct>) -> Option<WorkerEndpoint> {
+    match attribute(attributes, UPSTREAM_ADDRESS)? {
+        Kind::StringValue(address) => address.parse().ok().map(WorkerEndpoint),
         _ => None,
     }
 }
 
-fn find<'a>(attributes: &'a HashMap<String, Struct>, name: &str) -> Option<&'a Kind> {
+fn attribute<'a>(attributes: &'a HashMap<String, Struct>, name: &str) -> Option<&'a Kind> {
     attributes
         .values()
         .find_map(|group| group.fields.get(name)?.kind.as_ref())
 }
 
-/// Envoy fills `raw_value`; other gateways still fill the older text field.
-/// The value of a header as it came.
-pub(super) fn bytes(header: &HeaderValue) -> &[u8] {
+/// The raw value of a header. Envoy fills `raw_value`; other gateways fill the older text field.
+fn value_bytes(header: &HeaderValue) -> &[u8] {
     if header.raw_value.is_empty() {
         header.value.as_bytes()
     } else {
@@ -229,7 +254,7 @@ pub(super) fn bytes(header: &HeaderValue) -> &[u8] {
     }
 }
 
-fn text(header: &HeaderValue) -> Cow<'_, str> {
+fn value_text(header: &HeaderValue) -> Cow<'_, str> {
     if header.raw_value.is_empty() {
         Cow::Borrowed(&header.value)
     } else {
@@ -248,7 +273,7 @@ mod tests {
         named: Option<&str>,
         flags: Option<u64>,
         address: Option<&str>,
-    ) -> AnsweredBy {
+    ) -> ResponseSource {
         let header = |key: &str, value: String| HeaderValue {
             key: key.to_owned(),
             value,
@@ -267,31 +292,31 @@ mod tests {
         };
         flags.map(|flags| add("response.flags", Kind::NumberValue(flags as f64)));
         address.map(|address| add("upstream.address", Kind::StringValue(address.to_owned())));
-        ResponseHead::read(
+        ResponseHead::parse(
             Some(&HeaderMap { headers }),
             &[(String::new(), group)].into(),
         )
-        .from
+        .source
     }
 
     #[test]
-    fn only_what_happened_on_the_way_to_a_worker_is_held_against_it() {
+    fn response_flags_decide_response_source() {
         const WORKER: &str = "127.0.0.1:8000";
-        let worker = AnsweredBy::Worker(WORKER.parse().unwrap());
+        let worker = ResponseSource::Worker(WORKER.parse().unwrap());
         for (flags, expected) in [
             (0, worker),
             (1 << 15, worker),
-            (1 << 1, AnsweredBy::Envoy),
-            (1 << 4, AnsweredBy::Envoy),
-            (1 << 5 | 1 << 15, AnsweredBy::Envoy),
-            (1 << 6, AnsweredBy::Envoy),
-            (1 << 23, AnsweredBy::Envoy),
-            (1 << 26, AnsweredBy::Envoy),
-            (1 << 2, AnsweredBy::Policy),
-            (1 << 7, AnsweredBy::Policy),
-            (1 << 10, AnsweredBy::Policy),
-            (1 << 11, AnsweredBy::Policy),
-            (1 << 12, AnsweredBy::Policy),
+            (1 << 1, ResponseSource::Envoy),
+            (1 << 4, ResponseSource::Envoy),
+            (1 << 5 | 1 << 15, ResponseSource::Envoy),
+            (1 << 6, ResponseSource::Envoy),
+            (1 << 23, ResponseSource::Envoy),
+            (1 << 26, ResponseSource::Envoy),
+            (1 << 2, ResponseSource::EnvoyPolicy),
+            (1 << 7, ResponseSource::EnvoyPolicy),
+            (1 << 10, ResponseSource::EnvoyPolicy),
+            (1 << 11, ResponseSource::EnvoyPolicy),
+            (1 << 12, ResponseSource::EnvoyPolicy),
         ] {
             assert_eq!(
                 from(503, None, Some(flags), Some(WORKER)),
@@ -299,20 +324,20 @@ mod tests {
                 "{flags:#x}"
             );
         }
-        assert_eq!(from(503, None, Some(0), None), AnsweredBy::Unknown);
+        assert_eq!(from(503, None, Some(0), None), ResponseSource::Unknown);
     }
 
     #[test]
     fn unmarked_503_without_attributes_is_ambiguous() {
         let time = Some("x-envoy-upstream-service-time");
         for (status, named, expected) in [
-            (503, None, AnsweredBy::Ambiguous),
-            (503, time, AnsweredBy::Unknown),
-            (503, Some("date"), AnsweredBy::Unknown),
-            (503, Some("server"), AnsweredBy::Unknown),
-            (503, Some("x-envoy-overloaded"), AnsweredBy::Policy),
-            (429, None, AnsweredBy::Unknown),
-            (200, None, AnsweredBy::Unknown),
+            (503, None, ResponseSource::Ambiguous),
+            (503, time, ResponseSource::Unknown),
+            (503, Some("date"), ResponseSource::Unknown),
+            (503, Some("server"), ResponseSource::Unknown),
+            (503, Some("x-envoy-overloaded"), ResponseSource::EnvoyPolicy),
+            (429, None, ResponseSource::Unknown),
+            (200, None, ResponseSource::Unknown),
         ] {
             assert_eq!(
                 from(status, named, None, None),
@@ -323,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_value_that_is_not_blank_counts() {
+    fn last_non_blank_header_value_is_used() {
         type Case<'a> = (&'a [&'a str], Option<&'a str>);
         let cases: [Case<'_>; 5] = [
             (&[], None),
@@ -338,7 +363,7 @@ mod tests {
                 raw_value: value.as_bytes().to_vec(),
                 ..HeaderValue::default()
             };
-            let head = RequestHead::read(Some(HeaderMap {
+            let head = RequestHead::parse(Some(HeaderMap {
                 headers: values.iter().map(header).collect(),
             }));
             assert_eq!(head.get("x-tenant").as_deref(), expected, "{values:?}");

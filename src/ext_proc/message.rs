@@ -1,27 +1,28 @@
-//! Envoy's messages in our words: wire types in, the few things a decision needs out.
+//! Envoy's messages, reduced to the parts that a decision needs.
 
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
 
 use super::headers::{self, RequestHead, ResponseHead};
-use super::metadata::Told;
-use super::wire::{Asked, Part, Piece};
+use super::metadata::GatewayMetadata;
+use super::wire::{BodyPiece, ProcessingPart, RawProcessingRequest};
 
-/// How Envoy shows us a body.
+/// How Envoy sends a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BodyMode {
-    /// Not at all.
+    /// It does not.
     None,
-    /// Whole, in one message, and waits for the answer.
+    /// Whole, in one message. Envoy waits for the reply.
     #[default]
     Buffered,
-    /// As far as it fits a buffer, in one message.
+    /// As much as fits into a buffer, in one message.
     BufferedPartial,
-    /// Chunk by chunk, each answered on its own; too late to route on.
+    /// In chunks with one reply each. The route is chosen before the body is known.
     Streamed,
-    /// Chunk by chunk, and every byte has to be sent back by us.
+    /// In chunks. Every byte must be returned to Envoy.
     FullDuplex,
-    /// Message by message (`GRPC`): each message has to be sent back. Unknown modes are handled in the same way: the request is
-    /// routed by its headers, and received body messages are sent back.
+    /// In gRPC messages (`GRPC`). Each message must be returned to Envoy. Unknown modes are handled
+    /// in the same way: the request is routed by its headers, and received body messages are
+    /// returned.
     Grpc,
 }
 
@@ -58,17 +59,17 @@ impl From<BodyMode> for BodySendMode {
     }
 }
 
-/// How the bodies of one exchange travel.
+/// The body modes of one exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Modes {
+pub struct BodyModes {
     /// Request body.
     pub request: BodyMode,
     /// Response body.
     pub response: BodyMode,
 }
 
-impl Default for Modes {
-    /// The measured default configuration, for gateways that do not say how they are configured.
+impl Default for BodyModes {
+    /// The configuration that was measured as the fastest, for gateways that do not report theirs.
     fn default() -> Self {
         Self {
             request: BodyMode::Buffered,
@@ -79,82 +80,82 @@ impl Default for Modes {
 
 /// One message of Envoy.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Message {
-    /// The request began.
+pub enum ExchangeMessage {
+    /// The request headers.
     RequestHeaders {
-        /// Its head.
+        /// The request head.
         head: RequestHead,
         /// No body follows.
-        end: bool,
+        end_of_stream: bool,
     },
     /// A part of the request body, or all of it.
-    RequestBody(Piece),
+    RequestBody(BodyPiece),
     /// The request ended with trailers.
     RequestTrailers,
-    /// The response began.
+    /// The response headers.
     ResponseHeaders {
-        /// Its head.
+        /// The response head.
         head: ResponseHead,
         /// No body follows.
-        end: bool,
+        end_of_stream: bool,
     },
     /// A part of the response body.
-    ResponseBody(Piece),
+    ResponseBody(BodyPiece),
     /// The response ended with trailers.
     ResponseTrailers,
 }
 
-/// One wire message, read.
+/// One parsed wire message.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Incoming {
-    /// How Envoy is configured, where it says so.
-    pub modes: Option<Modes>,
-    /// What it says beside the headers.
-    pub told: Told,
-    /// The message itself; none for one that carries nothing we know (flow control, later additions).
-    pub message: Option<Message>,
+pub struct IncomingMessage {
+    /// Body modes of Envoy's configuration. Envoy sends them with the first message.
+    pub modes: Option<BodyModes>,
+    /// The metadata beside the message.
+    pub metadata: GatewayMetadata,
+    /// The message; `None` if it has no known part (flow control, later additions).
+    pub message: Option<ExchangeMessage>,
 }
 
-impl Incoming {
-    /// Reads one wire message.
-    pub fn read(wire: impl Into<Asked>) -> Self {
-        Self::read_asked(wire.into())
+impl IncomingMessage {
+    /// Parses one wire message.
+    pub fn parse(wire: impl Into<RawProcessingRequest>) -> Self {
+        Self::parse_raw(wire.into())
     }
 
-    fn read_asked(wire: Asked) -> Self {
-        let modes = wire.protocol_config.map(|config| Modes {
-            request: mode(config.request_body_mode),
-            response: mode(config.response_body_mode),
+    fn parse_raw(wire: RawProcessingRequest) -> Self {
+        let modes = wire.protocol_config.map(|config| BodyModes {
+            request: body_mode(config.request_body_mode),
+            response: body_mode(config.response_body_mode),
         });
-        let to = headers::upstream(&wire.attributes)
-            .filter(|_| matches!(wire.part, Some(Part::RequestHeaders(_))));
-        let told = Told {
-            to,
-            ..Told::read(wire.metadata_context.as_ref())
+        let to = headers::upstream_endpoint(&wire.attributes)
+            .filter(|_| matches!(wire.part, Some(ProcessingPart::RequestHeaders(_))));
+        let metadata = GatewayMetadata {
+            upstream: to,
+            ..GatewayMetadata::parse(wire.metadata_context.as_ref())
         };
         let message = wire.part.map(|part| match part {
-            Part::RequestHeaders(headers) => Message::RequestHeaders {
-                head: RequestHead::read(headers.headers),
-                end: headers.end_of_stream,
+            ProcessingPart::RequestHeaders(headers) => ExchangeMessage::RequestHeaders {
+                head: RequestHead::parse(headers.headers),
+                end_of_stream: headers.end_of_stream,
             },
-            Part::RequestBody(piece) => Message::RequestBody(piece),
-            Part::RequestTrailers(_) => Message::RequestTrailers,
-            Part::ResponseHeaders(headers) => Message::ResponseHeaders {
-                head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes)
-                    .served_by(told.served.as_deref()),
-                end: headers.end_of_stream,
+            ProcessingPart::RequestBody(piece) => ExchangeMessage::RequestBody(piece),
+            ProcessingPart::RequestTrailers(_) => ExchangeMessage::RequestTrailers,
+            ProcessingPart::ResponseHeaders(headers) => ExchangeMessage::ResponseHeaders {
+                head: ResponseHead::parse(headers.headers.as_ref(), &wire.attributes)
+                    .with_served_endpoint(metadata.served_endpoint.as_deref()),
+                end_of_stream: headers.end_of_stream,
             },
-            Part::ResponseBody(piece) => Message::ResponseBody(piece),
-            Part::ResponseTrailers(_) => Message::ResponseTrailers,
+            ProcessingPart::ResponseBody(piece) => ExchangeMessage::ResponseBody(piece),
+            ProcessingPart::ResponseTrailers(_) => ExchangeMessage::ResponseTrailers,
         });
         Self {
             modes,
-            told,
+            metadata,
             message,
         }
     }
 }
 
-fn mode(wire: i32) -> BodyMode {
+fn body_mode(wire: i32) -> BodyMode {
     BodySendMode::try_from(wire).map_or(BodyMode::Grpc, BodyMode::from)
 }

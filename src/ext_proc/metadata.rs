@@ -1,79 +1,75 @@
-//! What the gateway says beside the headers, in `metadata_context`: to which endpoints a request is restricted, and which
-//! endpoint served it in the end. A key that is there and says nothing restricts to nobody; one that is not there says
-//! nothing.
+//! Metadata of the gateway, in `metadata_context`: the endpoints that a request is restricted to,
+//! and the endpoint that served it. An empty value of the subset key allows no endpoint; a missing
+//! key allows all.
 
 use envoy_types::pb::envoy::config::core::v3::Metadata;
 use envoy_types::pb::google::protobuf::Value;
 use envoy_types::pb::google::protobuf::value::Kind;
+use warmroute_core::envoy_names::{LB_NAMESPACE, SERVED_KEY, WARMROUTE_NAMESPACE};
 
-use crate::schedule::Subset;
-use crate::worker::Endpoint;
+use warmroute_core::policy::EndpointSubset;
+use warmroute_core::worker::WorkerEndpoint;
 
-/// Namespace of the metadata that Envoy's load balancers read and write.
-pub const LB: &str = "envoy.lb";
-/// Namespace of the endpoints that a request is restricted to.
-pub const SUBSET_HINT: &str = "envoy.lb.subset_hint";
-/// Namespace in which the two filters of one exchange find each other.
-pub const OURS: &str = "warmroute";
-/// Key of the exchange in our namespace.
-pub const EXCHANGE: &str = "exchange";
-/// Key of the pool that a request is for, in our namespace.
-const POOL: &str = "pool";
+/// Namespace of the endpoint subset.
+const SUBSET_HINT_NAMESPACE: &str = "envoy.lb.subset_hint";
+/// Key of the exchange, in the namespace of warmroute.
+pub(super) const EXCHANGE_KEY: &str = "exchange";
+/// Key of the pool of a request, in the namespace of warmroute.
+const POOL_KEY: &str = "pool";
 
-/// Key of the endpoints that a request is restricted to. Only the gateway may set it: a client's header of this name is removed.
-pub const SUBSET: &str = "x-gateway-destination-endpoint-subset";
-/// Key of the endpoint that served.
-pub const SERVED: &str = "x-gateway-destination-endpoint-served";
+/// Key of the endpoint subset. Only the gateway may set it: a client's header of this name is
+/// removed.
+pub(super) const SUBSET_KEY: &str = "x-gateway-destination-endpoint-subset";
 
-/// What one message says beside the headers.
+/// Metadata of one message.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Told {
-    /// The only endpoints that will do.
-    pub subset: Option<Subset>,
-    /// The only pool whose workers will do.
+pub struct GatewayMetadata {
+    /// Endpoints that may serve the request; `None` allows every endpoint.
+    pub subset: Option<EndpointSubset>,
+    /// Pool whose workers may serve the request; `None` allows every pool.
     pub pool: Option<String>,
-    /// Who served, as the gateway wrote it.
-    pub served: Option<String>,
-    /// Which of our exchanges it belongs to.
-    pub exchange: Option<String>,
-    /// Who gets the request, where it is on its way already.
-    pub to: Option<Endpoint>,
+    /// Endpoint that served the request, as the gateway wrote it.
+    pub served_endpoint: Option<String>,
+    /// Key of the exchange that the message belongs to.
+    pub exchange_key: Option<String>,
+    /// Endpoint that the request is being sent to.
+    pub upstream: Option<WorkerEndpoint>,
 }
 
-impl Told {
-    /// Reads the metadata of a message.
-    pub fn read(metadata: Option<&Metadata>) -> Self {
+impl GatewayMetadata {
+    /// Parses the metadata of a message.
+    pub fn parse(metadata: Option<&Metadata>) -> Self {
         let Some(metadata) = metadata else {
             return Self::default();
         };
         let find =
             |namespace: &str, key: &str| metadata.filter_metadata.get(namespace)?.fields.get(key);
         Self {
-            subset: find(SUBSET_HINT, SUBSET).map(subset),
-            pool: find(OURS, POOL).and_then(text),
-            served: find(LB, SERVED).and_then(text),
-            exchange: find(OURS, EXCHANGE).and_then(text),
-            to: None,
+            subset: find(SUBSET_HINT_NAMESPACE, SUBSET_KEY).map(parse_subset),
+            pool: find(WARMROUTE_NAMESPACE, POOL_KEY).and_then(non_empty_text),
+            served_endpoint: find(LB_NAMESPACE, SERVED_KEY).and_then(non_empty_text),
+            exchange_key: find(WARMROUTE_NAMESPACE, EXCHANGE_KEY).and_then(non_empty_text),
+            upstream: None,
         }
     }
 }
 
-/// A list of texts, or one text with commas. What is no text is nobody's endpoint.
-fn subset(value: &Value) -> Subset {
+/// Parses a list of texts, or one text with commas. Other values match no endpoint.
+fn parse_subset(value: &Value) -> EndpointSubset {
     match &value.kind {
-        Some(Kind::StringValue(text)) => Subset::parse([text.as_str()]),
+        Some(Kind::StringValue(text)) => EndpointSubset::parse([text.as_str()]),
         Some(Kind::ListValue(list)) => {
             let texts = list.values.iter().filter_map(|value| match &value.kind {
                 Some(Kind::StringValue(text)) => Some(text.as_str()),
                 _ => None,
             });
-            Subset::parse(texts)
+            EndpointSubset::parse(texts)
         }
-        _ => Subset::parse([]),
+        _ => EndpointSubset::parse([]),
     }
 }
 
-fn text(value: &Value) -> Option<String> {
+fn non_empty_text(value: &Value) -> Option<String> {
     match &value.kind {
         Some(Kind::StringValue(text)) if !text.is_empty() => Some(text.clone()),
         _ => None,
@@ -87,24 +83,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_is_a_text_of_our_namespace() {
-        let told = |namespace: &str, kind: Kind| {
-            let fields = [(POOL.to_owned(), Value { kind: Some(kind) })].into();
+    fn pool_is_text_in_warmroute_namespace() {
+        let pool = |namespace: &str, kind: Kind| {
+            let fields = [(POOL_KEY.to_owned(), Value { kind: Some(kind) })].into();
             let filter_metadata = [(namespace.to_owned(), Struct { fields })].into();
-            Told::read(Some(&Metadata {
+            GatewayMetadata::parse(Some(&Metadata {
                 filter_metadata,
                 ..Metadata::default()
             }))
             .pool
         };
         let text = |text: &str| Kind::StringValue(text.to_owned());
-        assert_eq!(told(OURS, text("ns/p")).as_deref(), Some("ns/p"));
+        assert_eq!(
+            pool(WARMROUTE_NAMESPACE, text("ns/p")).as_deref(),
+            Some("ns/p")
+        );
         for (namespace, kind) in [
-            (LB, text("p")),
-            (OURS, text("")),
-            (OURS, Kind::BoolValue(true)),
+            (LB_NAMESPACE, text("p")),
+            (WARMROUTE_NAMESPACE, text("")),
+            (WARMROUTE_NAMESPACE, Kind::BoolValue(true)),
         ] {
-            assert_eq!(told(namespace, kind), None);
+            assert_eq!(pool(namespace, kind), None);
         }
     }
 }

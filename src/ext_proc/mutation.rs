@@ -1,11 +1,9 @@
-//! What we ask Envoy to change, as wire messages. Headers are always set by overwriting, the endpoint goes into dynamic
-//! metadata as well: `override_host` reads it there, where no client can put it.
+//! Replies to Envoy as wire messages. Headers are always overwritten. The endpoint is also set as
+//! dynamic metadata, where `override_host` reads it and clients cannot write it.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
-use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
-use envoy_types::pb::envoy::config::core::v3::{HeaderValue, HeaderValueOption};
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
     BodySendMode, HeaderSendMode,
@@ -13,31 +11,33 @@ use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ImmediateResponse,
+    BodyMutation, BodyResponse, CommonResponse, HeadersResponse, ImmediateResponse,
     ProcessingResponse, StreamedBodyResponse, TrailersResponse,
 };
 use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
+use warmroute_core::envoy_names::{LB_NAMESPACE, WARMROUTE_NAMESPACE};
+use warmroute_core::router::RankEndpoint;
 
-use super::contract::{Name, endpoints};
-use super::exchange::Directions;
+use super::header_changes::HeaderChanges;
 use super::headers;
 use super::message::BodyMode;
-use super::metadata::{EXCHANGE, LB, OURS};
-use super::wire::Piece;
-use crate::router::Destination;
+use super::metadata::EXCHANGE_KEY;
+use super::reply::{ImmediateReply, RouteReply};
+use super::routing_headers::endpoint_list;
+use super::wire::BodyPiece;
 
 /// Key of the candidates' scores.
-const SCORES: &str = "x-gateway-destination-endpoint-scores";
+const SCORES_KEY: &str = "x-gateway-destination-endpoint-scores";
 
-/// Largest piece of body sent back in one message. Envoy took any size that was measured; small pieces keep its
-/// per-stream buffers, and with them the flow control, in charge.
-pub const CHUNK: usize = 62_000;
+/// Maximum size of a returned piece of a body, in bytes. Envoy accepted every measured size, but
+/// small pieces keep its per-stream buffers and flow control effective.
+pub const MAX_CHUNK_BYTES: usize = 62_000;
 
-/// Which message of Envoy an answer belongs to.
+/// The message of Envoy that a reply belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum To {
+pub enum MessageKind {
     /// The request headers.
     RequestHeaders,
     /// The request body.
@@ -48,69 +48,8 @@ pub enum To {
     ResponseBody,
 }
 
-/// Changes of the headers in one answer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HeaderChanges {
-    set: Vec<(Name, String)>,
-    remove: Vec<Name>,
-}
-
-impl HeaderChanges {
-    /// Removes headers.
-    pub fn removing(names: Vec<Name>) -> Self {
-        Self {
-            set: Vec::new(),
-            remove: names,
-        }
-    }
-
-    /// Removes one header more.
-    pub fn remove(&mut self, name: impl Into<Name>) {
-        self.remove.push(name.into());
-    }
-
-    /// Sets one header, whatever was there before.
-    pub fn set(&mut self, name: impl Into<Name>, value: String) {
-        let name = name.into();
-        self.remove.retain(|removed| *removed != name);
-        self.set.push((name, value));
-    }
-
-    fn wire(self) -> Option<HeaderMutation> {
-        if self.set.is_empty() && self.remove.is_empty() {
-            return None;
-        }
-        let option = |(key, value): (Name, String)| HeaderValueOption {
-            header: Some(HeaderValue {
-                key: key.to_string(),
-                raw_value: value.into_bytes(),
-                ..HeaderValue::default()
-            }),
-            append_action: HeaderAppendAction::OverwriteIfExistsOrAdd.into(),
-            ..HeaderValueOption::default()
-        };
-        Some(HeaderMutation {
-            set_headers: self.set.into_iter().map(option).collect(),
-            remove_headers: self.remove.iter().map(|name| name.to_string()).collect(),
-        })
-    }
-}
-
-/// An answer that we give ourselves, in place of a worker's.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Immediate {
-    /// HTTP status.
-    pub status: u16,
-    /// Headers beside the content type.
-    pub headers: Vec<(&'static str, String)>,
-    /// JSON.
-    pub body: Vec<u8>,
-    /// For Envoy's logs.
-    pub details: &'static str,
-}
-
-/// Ends the exchange with our own answer.
-pub fn immediate(answer: &Immediate) -> ProcessingResponse {
+/// Ends the exchange with an immediate response.
+pub fn immediate_response(answer: &ImmediateReply) -> ProcessingResponse {
     let mut changes = HeaderChanges::default();
     changes.set("content-type", "application/json".to_owned());
     for (name, value) in &answer.headers {
@@ -120,7 +59,7 @@ pub fn immediate(answer: &Immediate) -> ProcessingResponse {
         status: Some(HttpStatus {
             code: answer.status.into(),
         }),
-        headers: changes.wire(),
+        headers: changes.into_mutation(),
         body: answer.body.clone(),
         details: answer.details.to_owned(),
         ..ImmediateResponse::default()
@@ -131,8 +70,9 @@ pub fn immediate(answer: &Immediate) -> ProcessingResponse {
     }
 }
 
-/// Asks Envoy to wait so long for the next answer. It has to come before that answer, alone, and Envoy takes it once.
-pub fn hold(wait: Duration) -> ProcessingResponse {
+/// Extends Envoy's message timeout for the next reply. Envoy accepts it once per message, in a
+/// separate reply before.
+pub fn extend_timeout(wait: Duration) -> ProcessingResponse {
     let seconds = i64::try_from(wait.as_secs()).unwrap_or(i64::MAX);
     let timeout = envoy_types::pb::google::protobuf::Duration {
         seconds,
@@ -144,19 +84,19 @@ pub fn hold(wait: Duration) -> ProcessingResponse {
     }
 }
 
-/// Lets one message go on, with changed headers.
-pub fn go_on(to: To, changes: HeaderChanges) -> ProcessingResponse {
+/// Lets one message continue with changed headers.
+pub(super) fn continue_with(to: MessageKind, changes: HeaderChanges) -> ProcessingResponse {
     wrap(
         to,
         CommonResponse {
-            header_mutation: changes.wire(),
+            header_mutation: changes.into_mutation(),
             ..CommonResponse::default()
         },
     )
 }
 
-/// The same with another body in place of the one that came.
-pub fn with_body(mut reply: ProcessingResponse, body: Vec<u8>) -> ProcessingResponse {
+/// Replaces the body of the message.
+pub(super) fn with_body(mut reply: ProcessingResponse, body: Vec<u8>) -> ProcessingResponse {
     if let Some(common) = common(&mut reply) {
         common.body_mutation = Some(BodyMutation {
             mutation: Some(Mutation::Body(body)),
@@ -165,8 +105,8 @@ pub fn with_body(mut reply: ProcessingResponse, body: Vec<u8>) -> ProcessingResp
     reply
 }
 
-/// Lets Envoy look for the route again, now that headers have changed.
-pub fn with_new_route(mut reply: ProcessingResponse) -> ProcessingResponse {
+/// Lets Envoy select its route again with the changed headers.
+pub(super) fn with_route_cache_cleared(mut reply: ProcessingResponse) -> ProcessingResponse {
     if let Some(common) = common(&mut reply) {
         common.clear_route_cache = true;
     }
@@ -183,22 +123,27 @@ fn common(reply: &mut ProcessingResponse) -> Option<&mut CommonResponse> {
     }
 }
 
-/// The pieces of a body on their way back in full duplex; at least one, so that the end is never lost.
-pub fn pieces(to: To, body: &[u8], end: bool) -> impl Iterator<Item = ProcessingResponse> {
-    let count = body.len().div_ceil(CHUNK).max(1);
+/// Returns a body to Envoy in full-duplex mode, in at least one piece, so that the end of the
+/// stream is never lost.
+pub(super) fn body_pieces(
+    to: MessageKind,
+    body: &[u8],
+    end: bool,
+) -> impl Iterator<Item = ProcessingResponse> {
+    let count = body.len().div_ceil(MAX_CHUNK_BYTES).max(1);
     (0..count).map(move |piece| {
-        let from = piece * CHUNK;
+        let from = piece * MAX_CHUNK_BYTES;
         let streamed = StreamedBodyResponse {
-            body: body[from..body.len().min(from + CHUNK)].to_vec(),
+            body: body[from..body.len().min(from + MAX_CHUNK_BYTES)].to_vec(),
             end_of_stream: end && piece + 1 == count,
             ..StreamedBodyResponse::default()
         };
-        send_back(to, streamed)
+        streamed_body(to, streamed)
     })
 }
 
 /// Returns one body message of mode `GRPC` unchanged, with its flags.
-pub fn message(to: To, piece: &Piece) -> ProcessingResponse {
+fn grpc_message(to: MessageKind, piece: &BodyPiece) -> ProcessingResponse {
     let streamed = StreamedBodyResponse {
         body: piece.body.to_vec(),
         end_of_stream: piece.end_of_stream,
@@ -206,10 +151,10 @@ pub fn message(to: To, piece: &Piece) -> ProcessingResponse {
         grpc_message_compressed: piece.grpc_message_compressed,
         ..StreamedBodyResponse::default()
     };
-    send_back(to, streamed)
+    streamed_body(to, streamed)
 }
 
-fn send_back(to: To, streamed: StreamedBodyResponse) -> ProcessingResponse {
+fn streamed_body(to: MessageKind, streamed: StreamedBodyResponse) -> ProcessingResponse {
     let mutation = BodyMutation {
         mutation: Some(Mutation::StreamedResponse(streamed)),
     };
@@ -222,16 +167,20 @@ fn send_back(to: To, streamed: StreamedBodyResponse) -> ProcessingResponse {
     )
 }
 
-/// The replies to a part of a body that is not changed.
-pub fn unchanged(to: To, mode: BodyMode, piece: &Piece) -> Vec<ProcessingResponse> {
+/// The replies to a piece of a body that does not change.
+pub(super) fn pass_body(
+    to: MessageKind,
+    mode: BodyMode,
+    piece: &BodyPiece,
+) -> Vec<ProcessingResponse> {
     match mode {
-        BodyMode::FullDuplex => pieces(to, &piece.body, piece.is_last()).collect(),
-        BodyMode::Grpc => vec![message(to, piece)],
-        _ => vec![go_on(to, HeaderChanges::default())],
+        BodyMode::FullDuplex => body_pieces(to, &piece.body, piece.is_last()).collect(),
+        BodyMode::Grpc => vec![grpc_message(to, piece)],
+        _ => vec![continue_with(to, HeaderChanges::default())],
     }
 }
 
-/// Lets request trailers go on.
+/// Lets request trailers continue.
 pub fn request_trailers() -> ProcessingResponse {
     ProcessingResponse {
         response: Some(Response::RequestTrailers(TrailersResponse::default())),
@@ -239,7 +188,7 @@ pub fn request_trailers() -> ProcessingResponse {
     }
 }
 
-/// Lets response trailers go on.
+/// Lets response trailers continue.
 pub fn response_trailers() -> ProcessingResponse {
     ProcessingResponse {
         response: Some(Response::ResponseTrailers(TrailersResponse::default())),
@@ -247,108 +196,108 @@ pub fn response_trailers() -> ProcessingResponse {
     }
 }
 
-/// Adds the chosen endpoints as dynamic metadata, and the key of the exchange where another filter needs it. The worker id
-/// travels as text: endpoint metadata that Envoy compares it with is text, and a number would lose ids above 2^53.
-pub fn with_destination(
+/// Adds the chosen endpoints as dynamic metadata, and the key of the exchange if another filter
+/// needs it. The worker id is a text: endpoint metadata that Envoy compares it with is text, and a
+/// number would lose ids above 2^53.
+pub(super) fn with_destination(
     mut reply: ProcessingResponse,
-    to: &Destination,
-    directions: &Directions,
+    to: &RankEndpoint,
+    route_reply: &RouteReply,
     exchange: Option<&str>,
 ) -> ProcessingResponse {
-    let steer = &directions.steer;
+    let target = &route_reply.target;
     let mut fields = HashMap::from([
         (
             headers::ENDPOINT.to_owned(),
-            text(endpoints(to.endpoint, &steer.fallbacks)),
+            text_value(endpoint_list(to.endpoint, &target.fallbacks)),
         ),
-        ("worker_id".to_owned(), text(to.rank.worker.to_string())),
+        (
+            "worker_id".to_owned(),
+            text_value(to.rank.worker.to_string()),
+        ),
     ]);
-    if let Some(copy) = &directions.copy {
+    if let Some(copy) = &route_reply.mirror_to {
         fields.insert(
             headers::PREFILL_DESTINATION.to_owned(),
-            text(copy.to.to_string()),
+            text_value(copy.endpoint.to_string()),
         );
     }
-    if !steer.scores.is_empty() {
-        // Gateways take more for better.
+    if !target.scores.is_empty() {
+        // Gateways treat a higher score as better.
         let score = |cost: f64| Value {
             kind: Some(Kind::NumberValue(1.0 / (1.0 + cost.max(0.0)))),
         };
-        let scores = steer
+        let scores = target
             .scores
             .iter()
             .map(|(endpoint, cost)| (endpoint.to_string(), score(*cost)))
             .collect();
-        fields.insert(SCORES.to_owned(), structure(scores));
+        fields.insert(SCORES_KEY.to_owned(), struct_value(scores));
     }
-    let mut namespaces = HashMap::from([(LB.to_owned(), structure(fields))]);
+    let mut namespaces = HashMap::from([(LB_NAMESPACE.to_owned(), struct_value(fields))]);
     if let Some(exchange) = exchange {
-        let fields = HashMap::from([(EXCHANGE.to_owned(), text(exchange.to_owned()))]);
-        namespaces.insert(OURS.to_owned(), structure(fields));
+        let fields = HashMap::from([(EXCHANGE_KEY.to_owned(), text_value(exchange.to_owned()))]);
+        namespaces.insert(WARMROUTE_NAMESPACE.to_owned(), struct_value(fields));
     }
     reply.dynamic_metadata = Some(Struct { fields: namespaces });
     reply
 }
 
-fn text(value: String) -> Value {
+fn text_value(value: String) -> Value {
     Value {
         kind: Some(Kind::StringValue(value)),
     }
 }
 
-fn structure(fields: HashMap<String, Value>) -> Value {
+fn struct_value(fields: HashMap<String, Value>) -> Value {
     Value {
         kind: Some(Kind::StructValue(Struct { fields })),
     }
 }
 
-/// Asks Envoy to show us the response body, chunk by chunk, of this exchange only; the request body, which may still be
-/// on its way, goes on as it did.
-pub fn with_response_body(mut reply: ProcessingResponse, request: BodyMode) -> ProcessingResponse {
-    reply.mode_override = Some(modes(request.into(), BodySendMode::Streamed));
+/// Asks Envoy to stream the response body of this exchange. The mode of the request body, which may
+/// still be incomplete, does not change.
+pub(super) fn with_response_body_shown(
+    mut reply: ProcessingResponse,
+    request: BodyMode,
+) -> ProcessingResponse {
+    reply.mode_override = Some(processing_mode(request.into(), BodySendMode::Streamed));
     reply
 }
 
-/// Asks Envoy not to show us the request body of this exchange.
-pub fn without_request_body(mut reply: ProcessingResponse) -> ProcessingResponse {
-    reply.mode_override = Some(modes(BodySendMode::None, BodySendMode::None));
+/// Asks Envoy not to send the request body of this exchange.
+pub(super) fn with_request_body_hidden(mut reply: ProcessingResponse) -> ProcessingResponse {
+    reply.mode_override = Some(processing_mode(BodySendMode::None, BodySendMode::None));
     reply
 }
 
-fn modes(request: BodySendMode, response: BodySendMode) -> ProcessingMode {
+fn processing_mode(request: BodySendMode, response: BodySendMode) -> ProcessingMode {
     ProcessingMode {
         request_header_mode: HeaderSendMode::Send.into(),
         response_header_mode: HeaderSendMode::Send.into(),
         request_body_mode: request.into(),
         response_body_mode: response.into(),
-        // Full duplex cannot do without.
+        // Full-duplex mode requires trailers.
         request_trailer_mode: match request {
             BodySendMode::FullDuplexStreamed | BodySendMode::Grpc => HeaderSendMode::Send.into(),
             _ => HeaderSendMode::Skip.into(),
         },
-        // The trailers' slot keeps the gRPC stream open until the response ends: that is our sign of the end.
+        // Envoy keeps the gRPC stream open for the trailers until the response ends, which shows
+        // the end.
         response_trailer_mode: HeaderSendMode::Send.into(),
     }
 }
 
-fn wrap(to: To, response: CommonResponse) -> ProcessingResponse {
+fn wrap(to: MessageKind, response: CommonResponse) -> ProcessingResponse {
     let response = Some(response);
     let response = match to {
-        To::RequestHeaders => Response::RequestHeaders(HeadersResponse { response }),
-        To::RequestBody => Response::RequestBody(BodyResponse { response }),
-        To::ResponseHeaders => Response::ResponseHeaders(HeadersResponse { response }),
-        To::ResponseBody => Response::ResponseBody(BodyResponse { response }),
+        MessageKind::RequestHeaders => Response::RequestHeaders(HeadersResponse { response }),
+        MessageKind::RequestBody => Response::RequestBody(BodyResponse { response }),
+        MessageKind::ResponseHeaders => Response::ResponseHeaders(HeadersResponse { response }),
+        MessageKind::ResponseBody => Response::ResponseBody(BodyResponse { response }),
     };
     ProcessingResponse {
         response: Some(response),
         ..ProcessingResponse::default()
-    }
-}
-
-#[cfg(test)]
-impl HeaderChanges {
-    /// The headers that are set.
-    pub(super) fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.set.iter().map(|(name, value)| (&**name, &**value))
     }
 }

@@ -1,420 +1,349 @@
-//! From a request as Envoy shows it to what Envoy is told: read it, let it in, count it. Every failure on the way is one
-//! step down the ladder, counted; an error for the client only where the operator or the request itself wants one.
+//! The request path: preprocess a request, dispatch it, run its remote prefill, and build the reply
+//! to Envoy. Every failure on the way degrades the route by one step and is counted. A client
+//! receives an error only if the operator or the request itself requires it.
 
-use std::collections::{HashMap, HashSet};
+mod counters;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::{Level, debug, enabled};
+use warmroute_core::policy::EndpointSubset;
+use warmroute_core::router::{Reason, Route, RoutePrompt, RouteTarget, Router};
+use warmroute_core::worker::ModelName;
+use warmroute_metrics::{Metrics, ModelLabel};
 
-use super::carrying::{Carriage, Plan, Prefills, Remote};
-use super::config::{FailureConfig, FailureMode};
-use super::exchange::{Directions, Edit, Inbound, Renamed};
+use super::config::FailureMode;
+use super::exchange::InboundRequest;
 use super::headers::{self, RequestHead};
-use super::mutation::Immediate;
-use super::reject::{self, Refused};
-use crate::entrance::{Admitted, Entrance, Refusal};
-use crate::intake::confine::PoolAuthorities;
-use crate::intake::{Body, Intake, Taken};
-use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, ReasonLabel, RequestLabels};
-use crate::prefill::Called;
-use crate::router::{Prompt, Reason, Route, RouteError, Router, Steer};
-use crate::schedule::Subset;
-use crate::worker::{ModelName, Role};
+use super::policy::ExchangePolicy;
+use super::reject::{self, RequestRejection};
+use super::reply::{BodyEdit, ImmediateReply, ModelRename, RouteReply};
+use crate::dispatch::{ActiveRequest, DispatchError, Dispatcher};
+use crate::prefill::{PrefillOutcome, PrefillPlan, PrefillPlanner, RemotePrefill};
+use crate::request::pool_routes::PoolAuthorities;
+use crate::request::{PreprocessedRequest, RequestBody, RequestPreprocessor};
 
-/// What became of one request.
-pub enum Routed {
-    /// Envoy forwards it.
-    Steered {
-        /// What Envoy is told.
-        directions: Box<Directions>,
-        /// What the request holds, if it was let in.
-        admitted: Option<Box<Admitted>>,
-        /// What is to be known of its prefill later.
-        remote: Option<Remote>,
+/// Outcome of one request.
+pub enum RoutingOutcome {
+    /// Envoy forwards the request.
+    Routed {
+        /// The reply to Envoy.
+        reply: Box<RouteReply>,
+        /// Resources of the request; `None` if it was not dispatched.
+        active: Option<Box<ActiveRequest>>,
+        /// The prefill on another worker, if there is one.
+        remote_prefill: Option<RemotePrefill>,
     },
-    /// The client gets this.
-    Answered(Immediate),
-}
-
-/// What the operator wants of requests and their answers.
-#[derive(Clone, Debug, Default)]
-pub struct Policy {
-    /// What becomes of requests that cannot be routed, or not be read.
-    pub failure: FailureConfig,
-    /// Models for which it is something else.
-    pub failure_of: HashMap<ModelName, FailureMode>,
-    /// Models whose engines send an answer's headers together with its first token.
-    pub first_token_with_headers: HashSet<ModelName>,
-    /// Whether answers say why; making the line costs a microsecond.
-    pub why: bool,
-    /// Whether conformance tests may name the endpoints to choose from.
-    pub conformance: bool,
-    /// Whether refusals say why in llm-d's header.
-    pub says_why_dropped: bool,
-    /// Whether own answers name the step of the ladder.
-    pub says_mode: bool,
+    /// The client receives this response.
+    Immediate(ImmediateReply),
 }
 
 /// The request path between Envoy's messages and the router.
-pub struct Pipeline {
-    intake: Arc<Intake>,
-    entrance: Arc<Entrance>,
+pub struct RequestPipeline {
+    preprocessor: Arc<RequestPreprocessor>,
+    dispatcher: Arc<Dispatcher>,
     metrics: Arc<Metrics>,
-    policy: Policy,
-    prefills: Prefills,
+    policy: ExchangePolicy,
+    prefill_planner: PrefillPlanner,
 }
 
-impl Pipeline {
-    /// A pipeline to a router.
+impl RequestPipeline {
+    /// Creates a pipeline in front of a router.
     pub fn new(
-        intake: Arc<Intake>,
-        entrance: Arc<Entrance>,
+        preprocessor: Arc<RequestPreprocessor>,
+        dispatcher: Arc<Dispatcher>,
         metrics: Arc<Metrics>,
-        policy: Policy,
-        prefills: Prefills,
+        policy: ExchangePolicy,
+        prefill_planner: PrefillPlanner,
     ) -> Arc<Self> {
         Arc::new(Self {
-            intake,
-            entrance,
+            preprocessor,
+            dispatcher,
             metrics,
             policy,
-            prefills,
+            prefill_planner,
         })
     }
 
-    /// The way to the router.
-    pub(super) fn entrance(&self) -> &Entrance {
-        &self.entrance
+    /// The dispatcher.
+    pub(super) fn dispatcher(&self) -> &Dispatcher {
+        &self.dispatcher
     }
 
-    /// How prefills are carried out.
-    pub(super) fn prefills(&self) -> &Prefills {
-        &self.prefills
+    /// The planner of remote prefills.
+    pub(super) fn prefill_planner(&self) -> &PrefillPlanner {
+        &self.prefill_planner
     }
 
     /// The pools by the authority of a call.
     pub(super) fn pool_authorities(&self) -> &PoolAuthorities {
-        self.intake.pool_authorities()
+        self.preprocessor.pool_authorities()
     }
 
-    /// The router behind it.
+    /// The router.
     pub fn router(&self) -> &Arc<Router> {
-        self.entrance.router()
+        self.dispatcher.router()
     }
 
-    /// Finds the workers for one request. Where it has to wait, `told` hears once how long at most.
-    pub async fn route(&self, mut inbound: Inbound, told: impl FnOnce(Duration)) -> Routed {
+    /// Finds the workers for one request. If the request has to wait, `on_wait` is called once with
+    /// the maximum wait.
+    pub async fn route(
+        &self,
+        mut inbound: InboundRequest,
+        on_wait: impl FnOnce(Duration),
+    ) -> RoutingOutcome {
         let started = Instant::now();
         let pool = self.pool_of(&mut inbound);
-        let edit = self.rewrite(&mut inbound, pool.as_deref());
-        let Inbound {
-            head,
-            mut body,
-            subset,
-            ..
-        } = inbound;
-        let header = |name: &str| head.get(name);
-        let mut taken = self.intake.take_for(pool, &head.path, &header, &body).await;
-        taken.request.constraints.endpoints = self.selected(&head).or(subset);
-        let model = label(&taken);
-        let edit = match self.prefills.clean(&taken, &mut body) {
-            Ok(clean) => Edit::with(edit, clean),
-            Err(refused) => return self.refused(&refused, &head, &model),
+        let edit = self.rewrite_model(&mut inbound, pool.as_deref());
+        let mut preprocessed = self.preprocess(pool, &inbound).await;
+        let InboundRequest { head, mut body, .. } = inbound;
+        let model = model_label(&preprocessed);
+        let edit = match self
+            .prefill_planner
+            .strip_kv_fields(&preprocessed, &mut body)
+        {
+            Ok(stripped) => BodyEdit::replace_body(edit, stripped),
+            Err(error) => {
+                return self.reject(&RequestRejection::Unchecked(error), &head, &model);
+            }
         };
-        let plan = self.prefills.plan(&mut taken, &head, &body, self.router());
-        // A request may wait long for its turn, and its body need not, unless it is handed over.
+        let plan = self
+            .prefill_planner
+            .plan(&mut preprocessed, &head, &body, self.router());
+        // A request may wait in the queue for a long time. Only a handoff still needs its body.
         drop(body);
-        for &(stage, took) in &taken.times {
-            self.metrics.stage(stage, took);
+        for &(stage, took) in &preprocessed.stage_times {
+            self.metrics.observe_stage(stage, took);
         }
-        if let Some(refused) = self.strict(&taken) {
-            return self.refused(&refused, &head, &model);
+        if let Some(rejection) = self.strict_rejection(&preprocessed) {
+            return self.reject(&rejection, &head, &model);
         }
-        if taken.query {
-            return self.query(taken, &head, &model);
+        if preprocessed.is_query {
+            return self.answer_query(preprocessed, &head, &model);
         }
-        // Only the reply to a query contains them, and the request may wait for a long time.
-        taken.tokens = Vec::new();
-        let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
-        let failure = self.failure_of(taken.request.model.as_ref());
-        let pool = taken.request.constraints.pool.clone();
-        let longest = plan.longest();
-        let mut told = Some(told);
-        let mut tell = |wait| _ = told.take().map(|told| told(wait + longest));
-        let admitted = self
-            .entrance
-            .admit(taken.request, taken.session.as_ref(), &mut tell)
-            .await;
-        self.metrics.stage("total", started.elapsed());
-        let carried = match admitted {
-            Ok(admitted) => self.carry(admitted, plan, tell).await,
-            Err(refusal) => Err(refusal),
-        };
-        let (admitted, carriage) = match carried {
-            Ok(carried) => carried,
-            Err(refusal) => {
-                debug!(request_id = head.request_id, pool = pool.as_deref(), %refusal, "not routed");
-                return self.refused(&Refused::Routing(&refusal, failure), &head, &model);
+        let is_hashed = !matches!(
+            preprocessed.route_request.prompt,
+            RoutePrompt::Estimated { .. }
+        );
+        let failure = self.failure_mode(preprocessed.route_request.model.as_ref());
+        let pool = preprocessed.route_request.constraints.pool.clone();
+        match self.dispatch(preprocessed, plan, started, on_wait).await {
+            Ok(prefilled) => {
+                self.count_route(&prefilled.active, &model, is_hashed);
+                log_route(&head, &prefilled.active.placement.route);
+                self.routed(prefilled, edit)
             }
-        };
-        let route = &admitted.booked.route;
-        self.count(route, &model, hashed);
-        let directions = Directions {
-            copy: carriage.copy,
-            ..self.directions(route, Edit::with(edit, carriage.body))
-        };
-        if enabled!(Level::DEBUG) {
-            debug!(
-                request_id = head.request_id,
-                mode = route.mode.as_str(),
-                prompt_tokens = route.prompt_tokens,
-                predicted_cached_tokens = route.computed_by().cached_tokens,
-                "routed {}",
-                route.short()
-            );
-        }
-        let remote = carriage.remote;
-        Routed::Steered {
-            directions: Box::new(directions),
-            admitted: Some(Box::new(admitted)),
-            remote,
+            Err(error) => {
+                debug!(request_id = head.request_id, pool = pool.as_deref(), %error, "request not routed");
+                self.reject(&RequestRejection::Routing(&error, failure), &head, &model)
+            }
         }
     }
 
-    /// Does of the prefill what is ours to do before Envoy is told where to.
-    async fn carry(
+    async fn preprocess(
         &self,
-        mut admitted: Admitted,
-        plan: Plan<'_>,
-        mut tell: impl FnMut(Duration),
-    ) -> Result<(Admitted, Carriage), Refusal> {
-        match plan {
-            Plan::Call(call, api, wanted) if admitted.booked.route.prefill().is_some() => {
-                tell(Duration::ZERO);
-                let called = Called::new(call, api, wanted.request.clone());
-                // Few requests take this way, and its future is large.
-                let carrying = Box::pin(call.carry(&self.entrance, *wanted, admitted));
-                let carried = carrying.await.map_err(Refusal::Refused)?;
-                // Who took nothing over can be tried again as it is.
-                let remote = carried
-                    .body
-                    .is_some()
-                    .then(|| Remote::Called(Box::new(called)));
-                Ok((
-                    carried.admitted,
-                    Carriage {
-                        body: carried.body,
-                        copy: None,
-                        remote,
-                    },
-                ))
-            }
-            Plan::Meet(mirror, body, meeting) if admitted.booked.route.prefill().is_some() => {
-                let (given, copy) = *meeting;
-                let met = match copy {
-                    None => mirror.meet(given, &body, &admitted.booked.route, self.router()),
-                    Some(copy) => mirror
-                        .meet_by_us(&self.entrance, &mut admitted, (given, &body, &copy))
-                        .await
-                        .ok(),
-                };
-                let met = met.ok_or(Refusal::Refused(RouteError::NoPrefill))?;
-                Ok((admitted, Carriage::from(met)))
-            }
-            Plan::Named | Plan::Call(..) | Plan::Meet(..) => Ok((admitted, Carriage::default())),
+        pool: Option<Arc<str>>,
+        inbound: &InboundRequest,
+    ) -> PreprocessedRequest {
+        let head = &inbound.head;
+        let header = |name: &str| head.get(name);
+        let mut preprocessed = self
+            .preprocessor
+            .preprocess_for_pool(pool, &head.path, &header, &inbound.body)
+            .await;
+        preprocessed.route_request.constraints.endpoints = self
+            .conformance_subset(head)
+            .or_else(|| inbound.subset.clone());
+        preprocessed
+    }
+
+    /// Dispatches a request, and runs the part of its prefill that precedes the reply to Envoy.
+    async fn dispatch(
+        &self,
+        mut preprocessed: PreprocessedRequest,
+        plan: PrefillPlan<'_>,
+        started: Instant,
+        on_wait: impl FnOnce(Duration),
+    ) -> Result<PrefillOutcome, DispatchError> {
+        // Only the reply to a query contains them, and the request may wait for a long time.
+        preprocessed.tokens = Vec::new();
+        let max_prefill = plan.max_duration();
+        let mut on_wait = Some(on_wait);
+        let mut notify_wait = |wait| _ = on_wait.take().map(|on_wait| on_wait(wait + max_prefill));
+        let active = self
+            .dispatcher
+            .dispatch(
+                preprocessed.route_request,
+                preprocessed.session.as_ref(),
+                &mut notify_wait,
+            )
+            .await;
+        self.metrics.observe_stage("total", started.elapsed());
+        plan.run(&self.dispatcher, active?, || notify_wait(Duration::ZERO))
+            .await
+            .map_err(DispatchError::Refused)
+    }
+
+    fn routed(&self, prefilled: PrefillOutcome, edit: Option<BodyEdit>) -> RoutingOutcome {
+        let edit = BodyEdit::replace_body(edit, prefilled.body);
+        let reply = RouteReply {
+            mirror_to: prefilled.mirror_to,
+            ..self.route_reply(&prefilled.active.placement.route, edit)
+        };
+        RoutingOutcome::Routed {
+            reply: Box::new(reply),
+            active: Some(Box::new(prefilled.active)),
+            remote_prefill: prefilled.remote_prefill,
         }
     }
 
-    fn directions(&self, route: &Route, edit: Option<Edit>) -> Directions {
-        Directions {
-            steer: Steer {
-                why: self.policy.why.then(|| route.short().into()),
-                ..route.steer()
+    fn route_reply(&self, route: &Route, edit: Option<BodyEdit>) -> RouteReply {
+        RouteReply {
+            target: RouteTarget {
+                why: self.policy.why_header.then(|| route.summary_line().into()),
+                ..route.target()
             },
-            edit,
-            copy: None,
+            body_edit: edit,
+            mirror_to: None,
             first_token_with_headers: self.policy.first_token_with_headers.contains(&route.model),
         }
     }
 
-    /// The pool that a request is for: by the gateway's word, or else by its own looks.
-    fn pool_of(&self, inbound: &mut Inbound) -> Option<Arc<str>> {
-        let of_call = inbound.pool.take();
-        of_call.or_else(|| {
-            self.intake
+    /// The pool of a request: from the gateway, or else by the configured rules.
+    fn pool_of(&self, inbound: &mut InboundRequest) -> Option<Arc<str>> {
+        let from_call = inbound.pool.take();
+        from_call.or_else(|| {
+            self.preprocessor
                 .pool_of(&inbound.head.path, &|name: &str| inbound.head.get(name))
         })
     }
 
-    /// Replaces the model in the body, if a header or a rule says so, before anything else reads the body.
-    fn rewrite(&self, inbound: &mut Inbound, pool: Option<&str>) -> Option<Edit> {
-        let Body::Whole(body) = &inbound.body else {
+    /// Replaces the model in the body, if a header or a rule requires it, before anything else reads
+    /// the body.
+    fn rewrite_model(&self, inbound: &mut InboundRequest, pool: Option<&str>) -> Option<BodyEdit> {
+        let RequestBody::Whole(body) = &inbound.body else {
             return None;
         };
         let header = |name: &str| inbound.head.get(name);
-        let rewritten = self.intake.rewrite(pool, &header, body, rand::random())?;
-        self.metrics.rewritten_models.inc();
+        let rewritten = self
+            .preprocessor
+            .rewrite_model(pool, &header, body, rand::random())?;
+        self.metrics.requests.model_rewrites.inc();
         let served = rewritten.served;
-        inbound.body = Body::Whole(rewritten.bytes.clone());
-        Some(Edit {
+        inbound.body = RequestBody::Whole(rewritten.bytes.clone());
+        Some(BodyEdit {
             body: rewritten.bytes,
-            restore: rewritten.requested.map(|asked| Renamed { served, asked }),
+            model_rename: rewritten
+                .requested
+                .map(|requested| ModelRename { served, requested }),
         })
     }
 
-    /// The endpoints that a conformance test wants the choice to be among.
-    fn selected(&self, head: &RequestHead) -> Option<Subset> {
+    /// The candidate endpoints that a conformance test names.
+    fn conformance_subset(&self, head: &RequestHead) -> Option<EndpointSubset> {
         let selection = head
             .get(headers::CONFORMANCE_SELECTION)
             .filter(|_| self.policy.conformance)?;
-        let selected = Subset::parse([&*selection]);
+        let selected = EndpointSubset::parse([&*selection]);
         let fleet = self.router().fleet();
-        // Endpoints that nobody has are as good as none.
+        // A list without a known endpoint is ignored.
         fleet
             .workers()
             .any(|worker| selected.contains(worker.endpoint))
             .then_some(selected)
     }
 
-    /// Why a request is not even tried, where the operator is strict.
-    fn strict<'t>(&self, taken: &'t Taken) -> Option<Refused<'t>> {
+    /// The rejection of a request in a strict mode; `None` if the request is to be routed.
+    fn strict_rejection<'t>(
+        &self,
+        preprocessed: &'t PreprocessedRequest,
+    ) -> Option<RequestRejection<'t>> {
         let failure = &self.policy.failure;
-        let because = taken.request.prompt.because()?;
-        let asked = taken.asked_model.as_deref();
-        // Work that is none may name a model, too.
-        let unknown =
-            because == Reason::UnknownModel || (asked.is_some() && taken.request.model.is_none());
+        let because = preprocessed.route_request.prompt.reason()?;
+        let requested = preprocessed.requested_model.as_deref();
+        // A request of an API without a prompt may name an unknown model, too.
+        let unknown = because == Reason::UnknownModel
+            || (requested.is_some() && preprocessed.route_request.model.is_none());
         match because {
-            _ if unknown && failure.strict_models => {
-                Some(Refused::UnknownModel(asked.unwrap_or_default()))
-            }
-            Reason::Unreadable if failure.strict_bodies => {
-                Some(Refused::Unreadable(taken.unreadable.as_deref()))
-            }
-            Reason::BodyTooLarge if failure.strict_size => Some(Refused::TooLarge),
+            _ if unknown && failure.strict_models => Some(RequestRejection::UnknownModel(
+                requested.unwrap_or_default(),
+            )),
+            Reason::Unparseable if failure.strict_bodies => Some(RequestRejection::Unreadable(
+                preprocessed.parse_error.as_deref(),
+            )),
+            Reason::BodyTooLarge if failure.strict_size => Some(RequestRejection::TooLarge),
             _ => None,
         }
     }
 
-    fn failure_of(&self, model: Option<&ModelName>) -> FailureMode {
-        let own = model.and_then(|model| self.policy.failure_of.get(model));
+    fn failure_mode(&self, model: Option<&ModelName>) -> FailureMode {
+        let own = model.and_then(|model| self.policy.model_failure_modes.get(model));
         own.copied().unwrap_or(self.policy.failure.mode)
     }
 
-    fn query(&self, taken: Taken, head: &RequestHead, model: &ModelLabel) -> Routed {
-        let failure = self.failure_of(taken.request.model.as_ref());
-        match self.entrance.ask(taken.request, taken.session.as_ref()) {
+    fn answer_query(
+        &self,
+        preprocessed: PreprocessedRequest,
+        head: &RequestHead,
+        model: &ModelLabel,
+    ) -> RoutingOutcome {
+        let failure = self.failure_mode(preprocessed.route_request.model.as_ref());
+        match self
+            .dispatcher
+            .preview(preprocessed.route_request, preprocessed.session.as_ref())
+        {
             Ok(route) => {
-                self.request(model, "query", "none");
-                Routed::Answered(reject::choice(&route, &taken.tokens))
+                self.count_request(model, "query", "none");
+                RoutingOutcome::Immediate(reject::query_reply(&route, &preprocessed.tokens))
             }
-            Err(error) => self.refused(
-                &Refused::Routing(&Refusal::Refused(error), failure),
+            Err(error) => self.reject(
+                &RequestRejection::Routing(&DispatchError::Refused(error), failure),
                 head,
                 model,
             ),
         }
     }
 
-    fn refused(&self, refused: &Refused<'_>, head: &RequestHead, model: &ModelLabel) -> Routed {
-        self.degraded(refused.reason());
-        match refused.immediate(&head.request_id, &self.policy) {
-            Some(answer) => {
-                self.request(model, "rejected", "none");
-                Routed::Answered(answer)
+    fn reject(
+        &self,
+        rejection: &RequestRejection<'_>,
+        head: &RequestHead,
+        model: &ModelLabel,
+    ) -> RoutingOutcome {
+        self.count_degradation(rejection.reason());
+        match rejection.immediate_reply(&head.request_id, &self.policy) {
+            Some(response) => {
+                self.count_request(model, "rejected", "none");
+                RoutingOutcome::Immediate(response)
             }
             None => {
-                self.request(model, Steer::PASSTHROUGH.mode.as_str(), "none");
-                Routed::Steered {
-                    directions: Box::new(Steer::PASSTHROUGH.into()),
-                    admitted: None,
-                    remote: None,
+                self.count_request(model, RouteTarget::PASSTHROUGH.mode.as_str(), "none");
+                RoutingOutcome::Routed {
+                    reply: Box::new(RouteTarget::PASSTHROUGH.into()),
+                    active: None,
+                    remote_prefill: None,
                 }
             }
         }
     }
+}
 
-    fn request(&self, model: &ModelLabel, mode: &'static str, role: &'static str) {
-        self.metrics
-            .requests
-            .get_or_create(&RequestLabels {
-                model: model.model.clone(),
-                mode,
-                role,
-            })
-            .inc();
-    }
-
-    fn degraded(&self, reason: Reason) {
-        self.metrics
-            .degradations
-            .get_or_create(&ReasonLabel {
-                reason: reason.as_str(),
-            })
-            .inc();
-    }
-
-    fn count(&self, route: &Route, label: &ModelLabel, hashed: bool) {
-        self.metrics.stage("index", route.index_time);
-        self.metrics.stage("choose", route.choose_time);
-        let role = self
-            .router()
-            .role_of(route.to.rank)
-            .map_or("unknown", Role::as_str);
-        self.request(label, route.mode.as_str(), role);
-        if let Some(reason) = route.reason {
-            self.degraded(reason);
-        }
-        let phases = crate::metrics::PhasesLabel {
-            phases: route.phases.as_str(),
-        };
-        self.metrics.phases.get_or_create(&phases).inc();
-        if !hashed {
-            return;
-        }
-        let computed_by = route.computed_by();
-        let role = self
-            .router()
-            .role_of(computed_by.rank)
-            .map_or("unknown", Role::as_str);
-        let labels = &ModelRoleLabels {
-            model: label.model.clone(),
-            role,
-        };
-        self.metrics
-            .prompt_tokens
-            .get_or_create(labels)
-            .observe(route.prompt_tokens as f64);
-        self.metrics
-            .hit_rate
-            .get_or_create(labels)
-            .observe(route.hit_rate());
-        if route.shared_beyond_device > 0 {
-            self.metrics
-                .shared_cache_beyond_blocks
-                .get_or_create(label)
-                .inc_by(route.shared_beyond_device);
-        }
-        self.metrics
-            .best_cached_tokens
-            .get_or_create(labels)
-            .inc_by(computed_by.best_cached_tokens);
-        self.metrics
-            .predicted_cached_tokens
-            .get_or_create(labels)
-            .inc_by(computed_by.cached_tokens);
-        if computed_by.cached_tokens < computed_by.best_cached_tokens {
-            self.metrics
-                .non_max_overlap_choices
-                .get_or_create(labels)
-                .inc();
-        }
+fn log_route(head: &RequestHead, route: &Route) {
+    if enabled!(Level::DEBUG) {
+        debug!(
+            request_id = head.request_id,
+            mode = route.mode.as_str(),
+            prompt_tokens = route.prompt_tokens,
+            predicted_cached_tokens = route.computed_by().cached_tokens,
+            "routed {}",
+            route.summary_line()
+        );
     }
 }
 
-fn label(taken: &Taken) -> ModelLabel {
-    let model = taken.request.model.as_ref();
+fn model_label(preprocessed: &PreprocessedRequest) -> ModelLabel {
+    let model = preprocessed.route_request.model.as_ref();
     model.map_or_else(
         || ModelLabel {
             model: "unknown".to_owned(),

@@ -1,87 +1,101 @@
-//! The filter that only looks for the first token. It answers first and works after, and it ends its stream after the
-//! first piece of the answer: the rest passes by unseen. Streams that belong to none of our exchanges, such as Envoy's own
-//! answers, are answered all the same: nothing here may hold up an answer.
+//! The filter that only observes the first token. It replies before it works, and it ends its
+//! stream after the first piece of the response body. It also replies on streams of unknown
+//! exchanges, such as Envoy's own responses, so that it never blocks a response.
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
-use super::message::{Incoming, Message, Modes};
-use super::mutation::{self, HeaderChanges, To};
-use super::wire::Piece;
+use super::header_changes::HeaderChanges;
+use super::message::{BodyModes, ExchangeMessage, IncomingMessage};
+use super::mutation::{self, MessageKind};
+use super::wire::BodyPiece;
 
-/// What is told to Envoy, and whether that was the last of it.
+/// Replies to one message.
 #[derive(Debug)]
-pub(super) struct Answered {
-    /// To Envoy, in order.
+pub(super) struct ProbeReply {
+    /// Replies in order.
     pub(super) replies: Vec<ProcessingResponse>,
-    /// The name of the exchange whose first token this was.
-    pub(super) first_token: Option<String>,
+    /// Key of the exchange whose first token the message carries.
+    pub(super) first_token_of: Option<String>,
     /// Whether the stream may end.
-    pub(super) ends: bool,
+    pub(super) ends_stream: bool,
 }
 
 /// One stream of the filter.
 #[derive(Debug, Default)]
-pub(super) struct Probe {
-    name: Option<String>,
-    /// The first token was seen.
-    seen: bool,
-    modes: Option<Modes>,
+pub(super) struct FirstTokenProbe {
+    exchange_key: Option<String>,
+    /// Whether the first token was observed.
+    first_token_seen: bool,
+    modes: Option<BodyModes>,
 }
 
-impl Probe {
-    /// Whether a stream that begins like this is one of the filter.
-    pub(super) fn begins(first: &Incoming) -> bool {
+impl FirstTokenProbe {
+    /// Whether a stream with this first message belongs to the filter.
+    pub(super) fn is_probe_stream(first: &IncomingMessage) -> bool {
         let response = matches!(
             first.message,
-            Some(Message::ResponseHeaders { .. } | Message::ResponseBody(_))
+            Some(ExchangeMessage::ResponseHeaders { .. } | ExchangeMessage::ResponseBody(_))
         );
-        response && first.told.exchange.is_some()
+        response && first.metadata.exchange_key.is_some()
     }
 
-    /// Takes one message.
-    pub(super) fn on_message(&mut self, incoming: Incoming) -> Answered {
+    /// Handles one message.
+    pub(super) fn on_message(&mut self, incoming: IncomingMessage) -> ProbeReply {
         self.modes = self.modes.or(incoming.modes);
-        if incoming.told.exchange.is_some() {
-            self.name = incoming.told.exchange;
+        if incoming.metadata.exchange_key.is_some() {
+            self.exchange_key = incoming.metadata.exchange_key;
         }
-        let go_on = |to| vec![mutation::go_on(to, HeaderChanges::default())];
-        let (replies, seen, over) = match incoming.message {
+        let go_on = |to| vec![mutation::continue_with(to, HeaderChanges::default())];
+        let (replies, seen, is_over) = match incoming.message {
             None => (Vec::new(), false, false),
-            Some(Message::RequestHeaders { .. }) => (go_on(To::RequestHeaders), false, false),
-            Some(Message::RequestBody(piece)) => (self.pass(To::RequestBody, &piece), false, false),
-            Some(Message::RequestTrailers) => (vec![mutation::request_trailers()], false, false),
-            Some(Message::ResponseHeaders { end, .. }) => (go_on(To::ResponseHeaders), false, end),
-            Some(Message::ResponseBody(piece)) => {
+            Some(ExchangeMessage::RequestHeaders { .. }) => {
+                (go_on(MessageKind::RequestHeaders), false, false)
+            }
+            Some(ExchangeMessage::RequestBody(piece)) => (
+                self.pass_body(MessageKind::RequestBody, &piece),
+                false,
+                false,
+            ),
+            Some(ExchangeMessage::RequestTrailers) => {
+                (vec![mutation::request_trailers()], false, false)
+            }
+            Some(ExchangeMessage::ResponseHeaders {
+                end_of_stream: end, ..
+            }) => (go_on(MessageKind::ResponseHeaders), false, end),
+            Some(ExchangeMessage::ResponseBody(piece)) => {
                 let seen = !piece.body.is_empty();
                 (
-                    self.pass(To::ResponseBody, &piece),
+                    self.pass_body(MessageKind::ResponseBody, &piece),
                     seen,
                     seen || piece.is_last(),
                 )
             }
-            Some(Message::ResponseTrailers) => (vec![mutation::response_trailers()], false, true),
+            Some(ExchangeMessage::ResponseTrailers) => {
+                (vec![mutation::response_trailers()], false, true)
+            }
         };
-        // If the response passes through warmroute, ending the stream early would lose the rest of it.
+        // If the response passes through warmroute, ending the stream early would lose the rest of
+        // it.
         let duplex = self
             .modes
             .is_some_and(|modes| modes.response.is_sent_back());
-        let first = seen && !self.seen;
-        self.seen |= seen;
-        Answered {
+        let first = seen && !self.first_token_seen;
+        self.first_token_seen |= seen;
+        ProbeReply {
             replies,
-            first_token: self.name.clone().filter(|_| first),
-            ends: over && !duplex,
+            first_token_of: self.exchange_key.clone().filter(|_| first),
+            ends_stream: is_over && !duplex,
         }
     }
 
-    fn pass(&self, to: To, piece: &Piece) -> Vec<ProcessingResponse> {
+    fn pass_body(&self, to: MessageKind, piece: &BodyPiece) -> Vec<ProcessingResponse> {
         let modes = self.modes.unwrap_or_default();
-        let mode = if to == To::RequestBody {
+        let mode = if to == MessageKind::RequestBody {
             modes.request
         } else {
             modes.response
         };
-        mutation::unchanged(to, mode, piece)
+        mutation::pass_body(to, mode, piece)
     }
 }
 
@@ -90,30 +104,30 @@ mod tests {
     use super::*;
     use crate::ext_proc::headers::ResponseHead;
     use crate::ext_proc::message::BodyMode;
-    use crate::ext_proc::metadata::Told;
+    use crate::ext_proc::metadata::GatewayMetadata;
 
-    fn incoming(message: Message, name: Option<&str>) -> Incoming {
-        let told = Told {
-            exchange: name.map(str::to_owned),
-            ..Told::default()
+    fn incoming(message: ExchangeMessage, name: Option<&str>) -> IncomingMessage {
+        let metadata = GatewayMetadata {
+            exchange_key: name.map(str::to_owned),
+            ..GatewayMetadata::default()
         };
-        Incoming {
+        IncomingMessage {
             modes: None,
-            told,
+            metadata,
             message: Some(message),
         }
     }
 
-    fn body(bytes: &'static [u8], end: bool) -> Message {
-        Message::ResponseBody(Piece::new(bytes, end))
+    fn body(bytes: &'static [u8], end: bool) -> ExchangeMessage {
+        ExchangeMessage::ResponseBody(BodyPiece::new(bytes, end))
     }
 
     #[test]
-    fn the_stream_ends_with_the_first_piece_and_that_is_the_first_token() {
-        let mut probe = Probe::default();
-        let head = Message::ResponseHeaders {
+    fn probe_ends_with_first_piece_of_body() {
+        let mut probe = FirstTokenProbe::default();
+        let head = ExchangeMessage::ResponseHeaders {
             head: ResponseHead::default(),
-            end: false,
+            end_of_stream: false,
         };
         let steps = [
             (incoming(head, Some("7")), None, false),
@@ -121,36 +135,36 @@ mod tests {
             (incoming(body(b"data", false), Some("7")), Some("7"), true),
         ];
         for (message, first_token, ends) in steps {
-            let answered = probe.on_message(message);
-            assert_eq!((answered.replies.len(), answered.ends), (1, ends));
-            assert_eq!(answered.first_token.as_deref(), first_token);
+            let reply = probe.on_message(message);
+            assert_eq!((reply.replies.len(), reply.ends_stream), (1, ends));
+            assert_eq!(reply.first_token_of.as_deref(), first_token);
         }
     }
 
     #[test]
-    fn answers_without_a_name_are_answered_and_in_full_duplex_nothing_ends_early() {
-        let answered = Probe::default().on_message(incoming(body(b"own", true), None));
+    fn unknown_exchange_gets_replies_and_full_duplex_continues() {
+        let reply = FirstTokenProbe::default().on_message(incoming(body(b"own", true), None));
         assert_eq!(
-            (answered.replies.len(), answered.first_token, answered.ends),
+            (reply.replies.len(), reply.first_token_of, reply.ends_stream),
             (1, None, true)
         );
-        let mut duplex = Probe::default();
-        let modes = Modes {
+        let mut duplex = FirstTokenProbe::default();
+        let modes = BodyModes {
             request: BodyMode::None,
             response: BodyMode::FullDuplex,
         };
-        let first = Incoming {
+        let first = IncomingMessage {
             modes: Some(modes),
             ..incoming(body(b"x", false), Some("7"))
         };
-        let answered = duplex.on_message(first);
+        let reply = duplex.on_message(first);
         assert_eq!(
-            (answered.first_token.as_deref(), answered.ends),
+            (reply.first_token_of.as_deref(), reply.ends_stream),
             (Some("7"), false)
         );
-        let answered = duplex.on_message(incoming(body(b"y", true), Some("7")));
+        let reply = duplex.on_message(incoming(body(b"y", true), Some("7")));
         assert_eq!(
-            (answered.replies.len(), answered.first_token, answered.ends),
+            (reply.replies.len(), reply.first_token_of, reply.ends_stream),
             (1, None, false),
             "only once"
         );

@@ -1,27 +1,28 @@
-//! The answers we give ourselves: why a request is refused, as an OpenAI error, and the choice where only that was asked
-//! for. One place maps errors to HTTP. What is not in it is no error for the client: then Envoy chooses.
+//! Immediate responses: rejections as OpenAI errors, and the reply to a query for the choice only.
+//! This module alone maps errors to HTTP. For an error without a mapping, Envoy chooses the worker.
 
 use std::time::Duration;
 
 use serde_json::json;
+use warmroute_core::router::{Reason, Route, RouteError};
+use warmroute_tokens::openai;
 
 use super::config::FailureMode;
 use super::headers;
-use super::mutation::Immediate;
-use super::pipeline::Policy;
-use crate::entrance::Refusal;
-use crate::openai;
-use crate::router::{Reason, Route, RouteError};
+use super::policy::ExchangePolicy;
+use super::reply::ImmediateReply;
+use crate::dispatch::DispatchError;
+use crate::prefill::UncheckedBodyError;
 
-/// When to come back where nothing better is known.
-const SOON: Duration = Duration::from_secs(1);
+/// `retry-after` for errors without a better estimate.
+const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// Two workers were to meet over a request and did not in time.
-pub fn never_met() -> Immediate {
-    let message = "the prefill of this request did not come in time";
+/// The response to a request whose mirrored prefill timed out.
+pub(super) fn prefill_timeout() -> ImmediateReply {
+    let message = "the prefill of this request timed out";
     let error = json!({"error": {"message": message, "type": "service_unavailable_error", "param": null, "code": "prefill_failed"}});
     let body = error.to_string().into_bytes();
-    Immediate {
+    ImmediateReply {
         status: 504,
         headers: Vec::new(),
         body,
@@ -29,183 +30,189 @@ pub fn never_met() -> Immediate {
     }
 }
 
-/// Why a client gets no worker's answer, or would not.
+/// Reason to reject a request, or to leave it to Envoy.
 #[derive(Debug)]
-pub enum Refused<'a> {
-    /// The router, the queue or the session said no; beside it what then happens.
-    Routing(&'a Refusal, FailureMode),
-    /// Nobody serves this model, and the operator is strict about that.
+pub enum RequestRejection<'a> {
+    /// Error of the router, the queue or the session, and the failure mode.
+    Routing(&'a DispatchError, FailureMode),
+    /// The model is unknown, in strict mode.
     UnknownModel(&'a str),
-    /// The body cannot be read, and the operator is strict about that; what is wrong with it, where that is known.
+    /// The body is unreadable, in strict mode; with the parse error, if known.
     Unreadable(Option<&'a str>),
-    /// The body is above the limit, and the operator is strict about that.
+    /// The body exceeds the limit, in strict mode.
     TooLarge,
-    /// The body may say whose KV is to be taken, and could not be checked.
-    Unchecked(Unchecked),
+    /// The body could not be checked for KV transfer fields.
+    Unchecked(UncheckedBodyError),
 }
 
-/// Why a body could not be checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unchecked {
-    /// It is no JSON object in UTF-8, or an absurd one.
-    Unreadable,
-    /// Not all of it was shown.
-    TooLarge,
-    /// There was no room to keep it.
-    NoRoom,
-}
-
-/// One refusal in the words of HTTP, of OpenAI and of llm-d.
-struct Words {
+/// A rejection in terms of HTTP, OpenAI and llm-d.
+struct ErrorReply {
     status: u16,
     code: &'static str,
-    retry: Option<Duration>,
-    dropped: Option<&'static str>,
+    retry_after: Option<Duration>,
+    dropped_reason: Option<&'static str>,
 }
 
-impl Words {
+impl ErrorReply {
     fn new(status: u16, code: &'static str) -> Self {
         Self {
             status,
             code,
-            retry: None,
-            dropped: None,
+            retry_after: None,
+            dropped_reason: None,
         }
     }
 
-    fn later(mut self, retry: Duration, dropped: &'static str) -> Self {
-        (self.retry, self.dropped) = (Some(retry), Some(dropped));
+    fn with_retry(mut self, retry_after: Duration, dropped_reason: &'static str) -> Self {
+        self.retry_after = Some(retry_after);
+        self.dropped_reason = Some(dropped_reason);
         self
     }
 }
 
-impl Refused<'_> {
-    /// Why, for the metrics.
+impl RequestRejection<'_> {
+    /// Reason for the metrics.
     pub fn reason(&self) -> Reason {
         match self {
-            Refused::Routing(Refusal::Refused(error), _) => error.reason(),
-            Refused::Routing(Refusal::Overflow { .. }, _) => Reason::QueueFull,
-            Refused::Routing(Refusal::Deadline { .. }, _) => Reason::QueueDeadline,
-            Refused::Routing(Refusal::Failed, _) => Reason::RouterFailed,
-            Refused::UnknownModel(_) => Reason::UnknownModel,
-            Refused::Unreadable(_) => Reason::Unreadable,
-            Refused::TooLarge | Refused::Unchecked(Unchecked::TooLarge) => Reason::BodyTooLarge,
-            Refused::Unchecked(Unchecked::Unreadable) => Reason::Unreadable,
-            Refused::Unchecked(Unchecked::NoRoom) => Reason::BodyNotShown,
+            RequestRejection::Routing(DispatchError::Refused(error), _) => error.reason(),
+            RequestRejection::Routing(DispatchError::Overflow { .. }, _) => Reason::QueueFull,
+            RequestRejection::Routing(DispatchError::DeadlineExceeded { .. }, _) => {
+                Reason::QueueTimeout
+            }
+            RequestRejection::Routing(DispatchError::Panicked, _) => Reason::RouterError,
+            RequestRejection::UnknownModel(_) => Reason::UnknownModel,
+            RequestRejection::Unreadable(_) => Reason::Unparseable,
+            RequestRejection::TooLarge
+            | RequestRejection::Unchecked(UncheckedBodyError::TooLarge) => Reason::BodyTooLarge,
+            RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => Reason::Unparseable,
+            RequestRejection::Unchecked(UncheckedBodyError::NoRoom) => Reason::BodyNotSent,
         }
     }
 
-    /// What the client gets in place of a worker's answer; `None` where Envoy may choose.
-    pub fn immediate(&self, request_id: &str, policy: &Policy) -> Option<Immediate> {
-        let words = self.words()?;
-        let kind = match words.status {
+    /// The response to the client; `None` if Envoy may choose the worker.
+    pub fn immediate_reply(
+        &self,
+        request_id: &str,
+        policy: &ExchangePolicy,
+    ) -> Option<ImmediateReply> {
+        let reply = self.error_reply()?;
+        let kind = match reply.status {
             400 | 413 => "invalid_request_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
             _ => "service_unavailable_error",
         };
         let message = self.message();
-        let error = json!({ "error": { "message": message, "type": kind, "param": null, "code": words.code } });
+        let error = json!({ "error": { "message": message, "type": kind, "param": null, "code": reply.code } });
         let mut headers = Vec::new();
-        // A fraction of a second is still a second in this header.
+        // The header has whole seconds, so fractions are rounded up.
         let seconds = |wait: Duration| wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
         headers.extend(
-            words
-                .retry
+            reply
+                .retry_after
                 .map(|wait| ("retry-after", seconds(wait).to_string())),
         );
         if !request_id.is_empty() {
             headers.push((headers::REQUEST_ID, request_id.to_owned()));
         }
-        if policy.says_mode {
+        if policy.mode_header {
             headers.push((headers::MODE, "rejected".to_owned()));
         }
-        if let Some(dropped) = words.dropped.filter(|_| policy.says_why_dropped) {
-            headers.push((headers::DROPPED, dropped.to_owned()));
+        if let Some(dropped_reason) = reply
+            .dropped_reason
+            .filter(|_| policy.dropped_reason_header)
+        {
+            headers.push((headers::DROPPED_REASON, dropped_reason.to_owned()));
         }
         let body = error.to_string().into_bytes();
-        Some(Immediate {
-            status: words.status,
+        Some(ImmediateReply {
+            status: reply.status,
             headers,
             body,
             details: "warmroute_refused",
         })
     }
 
-    fn words(&self) -> Option<Words> {
+    fn error_reply(&self) -> Option<ErrorReply> {
         const NO_ENDPOINTS: &str = "rejected-no-endpoints";
         const SATURATED: &str = "rejected-saturated";
-        let refusal = match self {
-            Refused::Routing(refusal, failure) => match (refusal, failure) {
+        let error = match self {
+            RequestRejection::Routing(error, failure) => match (error, failure) {
                 (
-                    Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate)
-                    | Refusal::Failed,
+                    DispatchError::Refused(RouteError::NoFleet | RouteError::NoCandidate)
+                    | DispatchError::Panicked,
                     mode,
                 ) if *mode == FailureMode::FailOpen => {
                     return None;
                 }
-                (refusal, _) => refusal,
+                (error, _) => error,
             },
-            Refused::UnknownModel(_) => return Some(Words::new(404, "model_not_found")),
-            Refused::Unreadable(_) => return Some(Words::new(400, "invalid_body")),
-            Refused::TooLarge | Refused::Unchecked(Unchecked::TooLarge) => {
-                return Some(Words::new(413, "body_too_large"));
+            RequestRejection::UnknownModel(_) => {
+                return Some(ErrorReply::new(404, "model_not_found"));
             }
-            Refused::Unchecked(Unchecked::Unreadable) => {
-                return Some(Words::new(400, "invalid_body"));
+            RequestRejection::Unreadable(_) => return Some(ErrorReply::new(400, "invalid_body")),
+            RequestRejection::TooLarge
+            | RequestRejection::Unchecked(UncheckedBodyError::TooLarge) => {
+                return Some(ErrorReply::new(413, "body_too_large"));
             }
-            Refused::Unchecked(Unchecked::NoRoom) => {
-                return Some(Words::new(503, "no_room").later(SOON, SATURATED));
+            RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => {
+                return Some(ErrorReply::new(400, "invalid_body"));
+            }
+            RequestRejection::Unchecked(UncheckedBodyError::NoRoom) => {
+                return Some(
+                    ErrorReply::new(503, "no_room").with_retry(DEFAULT_RETRY_AFTER, SATURATED),
+                );
             }
         };
-        Some(match refusal {
-            Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
-                Words::new(503, "no_worker").later(SOON, NO_ENDPOINTS)
+        Some(match error {
+            DispatchError::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
+                ErrorReply::new(503, "no_worker").with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
             }
-            Refusal::Failed => Words::new(503, "router_failed").later(SOON, NO_ENDPOINTS),
-            Refusal::Refused(RouteError::Pin(_)) => Words::new(400, "invalid_worker"),
-            Refusal::Refused(RouteError::Overloaded(_)) => {
-                Words::new(429, "overloaded").later(SOON, SATURATED)
+            DispatchError::Panicked => {
+                ErrorReply::new(503, "router_error").with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
             }
-            Refusal::Refused(RouteError::Unsatisfied) => {
-                Words::new(503, "no_eligible_worker").later(SOON, NO_ENDPOINTS)
+            DispatchError::Refused(RouteError::Pin(_)) => ErrorReply::new(400, "invalid_worker"),
+            DispatchError::Refused(RouteError::Overloaded(_)) => {
+                ErrorReply::new(429, "overloaded").with_retry(DEFAULT_RETRY_AFTER, SATURATED)
             }
-            Refusal::Refused(RouteError::NoPrefill) => {
-                Words::new(503, "no_prefill_worker").later(SOON, NO_ENDPOINTS)
+            DispatchError::Refused(RouteError::Unsatisfied) => {
+                ErrorReply::new(503, "no_eligible_worker")
+                    .with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
             }
-            Refusal::Overflow { retry_after, .. } => {
-                Words::new(429, "queue_full").later(*retry_after, SATURATED)
+            DispatchError::Refused(RouteError::NoPrefill) => {
+                ErrorReply::new(503, "no_prefill_worker")
+                    .with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
             }
-            Refusal::Deadline { retry_after, .. } => {
-                Words::new(429, "queue_timeout").later(*retry_after, "rejected-ttl-expired")
+            DispatchError::Overflow { retry_after, .. } => {
+                ErrorReply::new(429, "queue_full").with_retry(*retry_after, SATURATED)
+            }
+            DispatchError::DeadlineExceeded { retry_after, .. } => {
+                ErrorReply::new(429, "queue_timeout")
+                    .with_retry(*retry_after, "rejected-ttl-expired")
             }
         })
     }
 
     fn message(&self) -> String {
         match self {
-            Refused::Routing(refusal, _) => refusal.to_string(),
-            Refused::UnknownModel("") => "the request names no model, and several are served".to_owned(),
-            Refused::UnknownModel(name) => {
-                let shown: String = name.chars().take(openai::LONGEST_MODEL).collect();
+            RequestRejection::Routing(error, _) => error.to_string(),
+            RequestRejection::UnknownModel("") => {
+                "the request names no model, and several are served".to_owned()
+            }
+            RequestRejection::UnknownModel(name) => {
+                let shown: String = name.chars().take(openai::MAX_MODEL_NAME_BYTES).collect();
                 format!("the model `{shown}` does not exist")
             }
-            Refused::Unreadable(Some(what)) => (*what).to_owned(),
-            Refused::Unreadable(None) => "the request body is not understood".to_owned(),
-            Refused::TooLarge => "the request body is larger than the limit".to_owned(),
-            Refused::Unchecked(Unchecked::Unreadable) => {
-                "the request body is no JSON object in UTF-8, or has a field many times".to_owned()
-            }
-            Refused::Unchecked(Unchecked::TooLarge) => {
-                "not all of the request body could be read: it is larger than the limit, or came too slowly".to_owned()
-            }
-            Refused::Unchecked(Unchecked::NoRoom) => "too many request bodies are held at once".to_owned(),
+            RequestRejection::Unreadable(Some(error)) => (*error).to_owned(),
+            RequestRejection::Unreadable(None) => "the request body is unreadable".to_owned(),
+            RequestRejection::TooLarge => "the request body is larger than the limit".to_owned(),
+            RequestRejection::Unchecked(error) => error.to_string(),
         }
     }
 }
 
-/// The answer to a request that asks for the choice only.
-pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
+/// The reply to a request that queries the choice only.
+pub(super) fn query_reply(route: &Route, tokens: &[Vec<u32>]) -> ImmediateReply {
     let mut worker_id =
         json!({ "decode_worker_id": route.to.rank.worker.0, "decode_dp_rank": route.to.rank.rank });
     if let Some(prefill) = route.prefill() {
@@ -223,7 +230,7 @@ pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
         "predicted_cached_tokens": computed_by.cached_tokens,
     });
     let body = answer.to_string().into_bytes();
-    Immediate {
+    ImmediateReply {
         status: 200,
         headers: Vec::new(),
         body,
@@ -234,10 +241,10 @@ pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::Ineligible;
-    use crate::worker::WorkerId;
+    use warmroute_core::policy::EligibilityError;
+    use warmroute_core::worker::WorkerId;
 
-    fn header<'a>(answer: &'a Immediate, name: &str) -> Option<&'a str> {
+    fn header<'a>(answer: &'a ImmediateReply, name: &str) -> Option<&'a str> {
         answer
             .headers
             .iter()
@@ -246,106 +253,99 @@ mod tests {
     }
 
     #[test]
-    fn refusals_are_openai_errors_and_what_envoy_can_route_is_none() {
-        let overflow = Refusal::Overflow {
+    fn rejections_are_openai_errors_unless_failing_open() {
+        let overflow = DispatchError::Overflow {
             class: "default".into(),
-            kind: crate::admission::LimitKind::Requests,
+            kind: crate::dispatch::queue::QueueLimitKind::Requests,
             current: 2,
             limit: 2,
             retry_after: Duration::from_millis(1500),
         };
-        let refused = Refusal::Refused;
+        let of = DispatchError::Refused;
+        let pin = RouteError::Pin(EligibilityError::PinUnknown(WorkerId(7)));
+        let overloaded = RouteError::Overloaded(EligibilityError::AllEligibleWorkersOverloaded);
+        let unavailable = |code| (503, Some("1"), code);
         let cases = [
+            (of(RouteError::NoFleet), None, unavailable("no_worker")),
+            (of(RouteError::NoCandidate), None, unavailable("no_worker")),
+            (DispatchError::Panicked, None, unavailable("router_error")),
+            (of(pin), Some(400), (400, None, "invalid_worker")),
+            (of(overloaded), Some(429), (429, Some("1"), "overloaded")),
             (
-                refused(RouteError::NoFleet),
-                None,
-                (503, Some("1"), "no_worker"),
-            ),
-            (
-                refused(RouteError::NoCandidate),
-                None,
-                (503, Some("1"), "no_worker"),
-            ),
-            (Refusal::Failed, None, (503, Some("1"), "router_failed")),
-            (
-                refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))),
-                Some(400),
-                (400, None, "invalid_worker"),
-            ),
-            (
-                refused(RouteError::Overloaded(
-                    Ineligible::AllEligibleWorkersOverloaded,
-                )),
-                Some(429),
-                (429, Some("1"), "overloaded"),
-            ),
-            (
-                refused(RouteError::Unsatisfied),
+                of(RouteError::Unsatisfied),
                 Some(503),
-                (503, Some("1"), "no_eligible_worker"),
+                unavailable("no_eligible_worker"),
             ),
             (
-                refused(RouteError::NoPrefill),
+                of(RouteError::NoPrefill),
                 Some(503),
-                (503, Some("1"), "no_prefill_worker"),
+                unavailable("no_prefill_worker"),
             ),
             (overflow, Some(429), (429, Some("2"), "queue_full")),
         ];
-        let policy = Policy {
-            says_mode: true,
-            says_why_dropped: true,
-            ..Policy::default()
+        let policy = ExchangePolicy {
+            mode_header: true,
+            dropped_reason_header: true,
+            ..ExchangePolicy::default()
         };
-        for (refusal, open, closed) in cases {
-            let answer = |mode| Refused::Routing(&refusal, mode).immediate("r-1", &policy);
+        for (error, fail_open, fail_closed) in cases {
+            let answer =
+                |mode| RequestRejection::Routing(&error, mode).immediate_reply("r-1", &policy);
             assert_eq!(
                 answer(FailureMode::FailOpen).map(|answer| answer.status),
-                open,
-                "{refusal}"
+                fail_open,
+                "{error}"
             );
             let answer = answer(FailureMode::FailClosed).unwrap();
             let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
             let retry = header(&answer, "retry-after");
             let code = body["error"]["code"].as_str().unwrap();
-            assert_eq!((answer.status, retry, code), closed, "{refusal}");
-            assert_eq!(body["error"]["message"], refusal.to_string());
+            assert_eq!((answer.status, retry, code), fail_closed, "{error}");
+            assert_eq!(body["error"]["message"], error.to_string());
             assert!(body["error"]["type"].is_string());
             assert_eq!(header(&answer, headers::REQUEST_ID), Some("r-1"));
             assert_eq!(header(&answer, headers::MODE), Some("rejected"));
             assert_eq!(
-                header(&answer, headers::DROPPED).is_some(),
+                header(&answer, headers::DROPPED_REASON).is_some(),
                 retry.is_some(),
-                "{refusal}"
+                "{error}"
             );
         }
     }
 
     #[test]
-    fn what_the_operator_is_strict_about_has_its_own_status_and_code() {
+    fn strict_rejections_have_own_status_and_code() {
         let cases = [
-            (Refused::UnknownModel("m"), 404, "model_not_found", "`m`"),
             (
-                Refused::UnknownModel(""),
+                RequestRejection::UnknownModel("m"),
+                404,
+                "model_not_found",
+                "`m`",
+            ),
+            (
+                RequestRejection::UnknownModel(""),
                 404,
                 "model_not_found",
                 "no model",
             ),
             (
-                Refused::Unreadable(Some("line 3")),
+                RequestRejection::Unreadable(Some("line 3")),
                 400,
                 "invalid_body",
                 "line 3",
             ),
             (
-                Refused::Unreadable(None),
+                RequestRejection::Unreadable(None),
                 400,
                 "invalid_body",
-                "not understood",
+                "unreadable",
             ),
-            (Refused::TooLarge, 413, "body_too_large", "larger"),
+            (RequestRejection::TooLarge, 413, "body_too_large", "larger"),
         ];
-        for (refused, status, code, word) in cases {
-            let answer = refused.immediate("", &Policy::default()).unwrap();
+        for (rejection, status, code, word) in cases {
+            let answer = rejection
+                .immediate_reply("", &ExchangePolicy::default())
+                .unwrap();
             let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
             assert_eq!(
                 (answer.status, body["error"]["code"].as_str()),

@@ -1,6 +1,6 @@
-//! Tries of a request that Envoy makes after one that failed, shown by a filter on its way to the next worker. Where
-//! another worker did the prefill, what was prepared for the first try is of no use to the second, so the exchange that the
-//! try belongs to is asked for another body. Every other try goes on as it is, and nothing here may hold one up for long.
+//! Retries by Envoy. A filter on the path to the upstream reports each attempt after the first. If
+//! another worker did the prefill, the body of the first attempt is useless for the second, so the
+//! exchange provides a new body. Every other attempt continues unchanged and without delay.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,218 +9,253 @@ use bytes::Bytes;
 use dashmap::DashMap;
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use tokio::sync::{mpsc, oneshot};
+use warmroute_core::worker::WorkerEndpoint;
 
+use super::header_changes::HeaderChanges;
 use super::headers::RequestHead;
-use super::message::{BodyMode, Incoming, Message};
-use super::mutation::{self, HeaderChanges, To};
-use super::wire::Piece;
-use crate::prefill::{Cleaned, clean};
-use crate::worker::Endpoint;
+use super::message::{BodyMode, ExchangeMessage, IncomingMessage};
+use super::mutation::{self, MessageKind};
+use super::wire::BodyPiece;
+use crate::prefill::{StrippedBody, strip_kv_fields};
 
-/// How much longer Envoy is asked to wait than another prefill may take.
-const HOLD_MARGIN: Duration = Duration::from_secs(1);
+/// Margin of the extended message timeout over the maximum duration of another prefill.
+const TIMEOUT_MARGIN: Duration = Duration::from_secs(1);
 
-/// One try after the first.
+/// One attempt after the first.
 #[derive(Debug)]
-pub(super) struct Try {
-    /// Its head.
+pub(super) struct RetryAttempt {
+    /// The request head.
     pub(super) head: RequestHead,
-    /// Who gets it.
-    pub(super) to: Endpoint,
-    /// Its body.
+    /// The endpoint that receives it.
+    pub(super) upstream: WorkerEndpoint,
+    /// The request body.
     pub(super) body: Bytes,
-    /// Where it goes what is to become of it.
-    pub(super) answer: oneshot::Sender<Again>,
+    /// Channel for the decision.
+    pub(super) decision_tx: oneshot::Sender<RetryDecision>,
 }
 
-/// What is to become of a try.
+/// Decision about an attempt.
 #[derive(Debug)]
-pub(super) enum Again {
-    /// It goes on as it is.
-    AsItIs,
-    /// It goes on with this body.
-    With(Bytes),
-    /// Nothing can come of it, and the client has been told.
-    GivenUp,
+pub(super) enum RetryDecision {
+    /// It continues unchanged.
+    Unchanged,
+    /// It continues with this body.
+    ReplaceBody(Bytes),
+    /// The request has failed, and the client has received an error.
+    Abandoned,
 }
 
-/// The exchanges that want to know of further tries.
+/// The exchanges that need to know of retries.
 #[derive(Debug, Default)]
-pub(super) struct Retries {
-    listening: DashMap<String, (Duration, mpsc::Sender<Try>)>,
+pub(super) struct RetryRegistry {
+    listeners: DashMap<String, (Duration, mpsc::Sender<RetryAttempt>)>,
 }
 
-/// One exchange that wants to know of further tries; forgotten by drop.
+/// One registered exchange. Deregistered by drop.
 #[derive(Debug)]
-pub(super) struct Listening {
-    name: String,
-    tries: mpsc::Receiver<Try>,
-    among: Arc<Retries>,
+pub(super) struct RetryListener {
+    exchange_key: String,
+    attempts: mpsc::Receiver<RetryAttempt>,
+    registry: Arc<RetryRegistry>,
 }
 
-impl Retries {
-    /// Listens under a name that nobody else has. What is to become of a try may take so long.
-    pub(super) fn listen(self: &Arc<Self>, name: String, longest: Duration) -> Listening {
-        // Envoy makes one try after another.
-        let (sender, tries) = mpsc::channel(1);
-        self.listening.insert(name.clone(), (longest, sender));
-        Listening {
-            name,
-            tries,
-            among: self.clone(),
+impl RetryRegistry {
+    /// Registers an exchange under a unique key. `max_prefill_time` is the maximum duration of its
+    /// decisions.
+    pub(super) fn listen(
+        self: &Arc<Self>,
+        exchange_key: String,
+        max_prefill_time: Duration,
+    ) -> RetryListener {
+        // Envoy makes one attempt at a time.
+        let (attempt_tx, attempts) = mpsc::channel(1);
+        self.listeners
+            .insert(exchange_key.clone(), (max_prefill_time, attempt_tx));
+        RetryListener {
+            exchange_key,
+            attempts,
+            registry: self.clone(),
         }
     }
 
-    /// Whether anybody wants to know of tries under this name, and how long it may take to hear what is to become of one.
-    pub(super) fn wants(&self, name: &str) -> Option<Duration> {
-        Some(self.listening.get(name)?.0)
+    /// The maximum duration of a decision; `None` if no exchange is registered under this key.
+    pub(super) fn max_prefill_time(&self, exchange_key: &str) -> Option<Duration> {
+        Some(self.listeners.get(exchange_key)?.0)
     }
 
-    /// What is to become of a try.
-    async fn ask(&self, name: &str, (head, to, body): (RequestHead, Endpoint, Bytes)) -> Again {
-        let Some(listening) = self.listening.get(name).map(|entry| entry.1.clone()) else {
-            return Again::AsItIs;
+    /// The decision of the exchange about an attempt.
+    async fn decide(
+        &self,
+        exchange_key: &str,
+        head: RequestHead,
+        upstream: WorkerEndpoint,
+        body: Bytes,
+    ) -> RetryDecision {
+        let listener = self.listeners.get(exchange_key);
+        let Some(attempt_tx) = listener.map(|entry| entry.1.clone()) else {
+            return RetryDecision::Unchanged;
         };
-        let (answer, answered) = oneshot::channel();
-        match listening
-            .send(Try {
-                head,
-                to,
-                body,
-                answer,
-            })
-            .await
-        {
-            // Whoever leaves takes its exchange along.
-            Ok(()) => answered.await.unwrap_or(Again::GivenUp),
-            Err(_) => Again::AsItIs,
+        let (decision_tx, decision_rx) = oneshot::channel();
+        let attempt = RetryAttempt {
+            head,
+            upstream,
+            body,
+            decision_tx,
+        };
+        match attempt_tx.send(attempt).await {
+            // A dropped channel means that the exchange has ended.
+            Ok(()) => decision_rx.await.unwrap_or(RetryDecision::Abandoned),
+            Err(_) => RetryDecision::Unchanged,
         }
     }
 }
 
-impl Listening {
-    /// The next try.
-    pub(super) async fn next(&mut self) -> Try {
-        match self.tries.recv().await {
+impl RetryListener {
+    /// The next attempt.
+    pub(super) async fn next(&mut self) -> RetryAttempt {
+        match self.attempts.recv().await {
             Some(next) => next,
             None => std::future::pending().await,
         }
     }
 }
 
-impl Drop for Listening {
+impl Drop for RetryListener {
     fn drop(&mut self) {
-        self.among.listening.remove(&self.name);
+        self.registry.listeners.remove(&self.exchange_key);
     }
 }
 
 /// One stream of the filter.
 #[derive(Debug)]
-pub(super) struct Retry {
-    /// Whether clients may say whose KV is to be taken.
-    trusting: bool,
-    whose: Whose,
-    longest: Duration,
+pub(super) struct RetryFilter {
+    /// Whether clients may set KV transfer fields.
+    trusts_clients: bool,
+    owner: RetryOwner,
+    max_prefill_time: Duration,
 }
 
-/// Whom a try belongs to.
+/// Exchange that an attempt belongs to.
 #[derive(Debug)]
-enum Whose {
-    /// To nobody of ours.
-    Foreign,
-    /// To an exchange that prepared something for it, and for whom it goes now.
-    Prepared(String, RequestHead, Endpoint),
-    /// To an exchange of ours that is not there any longer, or prepared nothing.
+enum RetryOwner {
+    /// Unknown.
+    Unknown,
+    /// A registered exchange, with the request head and the endpoint of the attempt.
+    Prepared(String, RequestHead, WorkerEndpoint),
+    /// An exchange that has ended or is not registered.
     Unprepared,
 }
 
-/// What is told to Envoy, and what became of the try where that was the last of it.
-pub(super) struct Answered {
+/// The reply to Envoy, and the outcome of the attempt with the last message.
+pub(super) struct RetryReply {
     pub(super) reply: Option<ProcessingResponse>,
     pub(super) outcome: Option<&'static str>,
 }
 
-impl Retry {
-    pub(super) fn new(trusting: bool) -> Self {
+impl RetryFilter {
+    pub(super) fn new(trusts_clients: bool) -> Self {
         Self {
-            trusting,
-            whose: Whose::Foreign,
-            longest: Duration::ZERO,
+            trusts_clients,
+            owner: RetryOwner::Unknown,
+            max_prefill_time: Duration::ZERO,
         }
     }
 
-    /// What Envoy has to hear before a message is taken, because it will take long.
-    pub(super) fn hold(&self, incoming: &Incoming) -> Option<ProcessingResponse> {
-        let asks = matches!(incoming.message, Some(Message::RequestBody(_)))
-            && matches!(self.whose, Whose::Prepared(..));
-        (asks && !self.longest.is_zero()).then(|| mutation::hold(self.longest + HOLD_MARGIN))
+    /// The extended message timeout to send before a message whose handling takes long.
+    pub(super) fn extend_timeout(&self, incoming: &IncomingMessage) -> Option<ProcessingResponse> {
+        let is_prepared = matches!(incoming.message, Some(ExchangeMessage::RequestBody(_)))
+            && matches!(self.owner, RetryOwner::Prepared(..));
+        (is_prepared && !self.max_prefill_time.is_zero())
+            .then(|| mutation::extend_timeout(self.max_prefill_time + TIMEOUT_MARGIN))
     }
 
-    /// Takes one message.
-    pub(super) async fn on_message(&mut self, retries: &Retries, incoming: Incoming) -> Answered {
-        let go_on = |to, outcome| Answered {
-            reply: Some(mutation::go_on(to, HeaderChanges::default())),
-            outcome,
-        };
-        let Incoming {
+    /// Handles one message.
+    pub(super) async fn on_message(
+        &mut self,
+        retries: &RetryRegistry,
+        incoming: IncomingMessage,
+    ) -> RetryReply {
+        let IncomingMessage {
             modes,
-            told,
+            metadata,
             message,
         } = incoming;
         match message {
-            Some(Message::RequestHeaders { head, end }) => {
-                let whole = modes.is_none_or(|modes| modes.request == BodyMode::Buffered) && !end;
-                let Some(name) = told.exchange.filter(|_| whole) else {
-                    return go_on(To::RequestHeaders, Some("as_it_is"));
+            Some(ExchangeMessage::RequestHeaders {
+                head,
+                end_of_stream,
+            }) => {
+                let mode = modes.map_or(BodyMode::Buffered, |modes| modes.request);
+                let has_whole_body = mode == BodyMode::Buffered && !end_of_stream;
+                let Some(exchange_key) = metadata.exchange_key.filter(|_| has_whole_body) else {
+                    return RetryReply::unchanged(MessageKind::RequestHeaders);
                 };
-                self.whose = match (retries.wants(&name), told.to) {
-                    (Some(longest), Some(to)) => {
-                        self.longest = longest;
-                        Whose::Prepared(name, head, to)
+                self.owner = match (retries.max_prefill_time(&exchange_key), metadata.upstream) {
+                    (Some(max_prefill_time), Some(upstream)) => {
+                        self.max_prefill_time = max_prefill_time;
+                        RetryOwner::Prepared(exchange_key, head, upstream)
                     }
-                    _ => Whose::Unprepared,
+                    _ => RetryOwner::Unprepared,
                 };
-                go_on(To::RequestHeaders, None)
-            }
-            Some(Message::RequestBody(Piece { body, .. })) => {
-                let again = match std::mem::replace(&mut self.whose, Whose::Foreign) {
-                    Whose::Foreign => return go_on(To::RequestBody, Some("as_it_is")),
-                    Whose::Prepared(name, head, to) => {
-                        retries.ask(&name, (head, to, body.clone())).await
-                    }
-                    Whose::Unprepared => Again::AsItIs,
-                };
-                let (body, outcome) = match again {
-                    // What an exchange prepared that has ended with an earlier warmroute is nobody's any longer.
-                    Again::AsItIs => match clean(&body) {
-                        Cleaned::Changed(body) if !self.trusting => (body, "taken_out"),
-                        _ => return go_on(To::RequestBody, Some("as_it_is")),
-                    },
-                    // Of no use to anybody, so that nobody takes over what is not for him.
-                    Again::GivenUp => (Bytes::from_static(b"{}"), "given_up"),
-                    Again::With(body) => (body, "prefilled_anew"),
-                };
-                let mut changes = HeaderChanges::default();
-                changes.set("content-length", body.len().to_string());
-                let reply =
-                    mutation::with_body(mutation::go_on(To::RequestBody, changes), body.into());
-                Answered {
-                    reply: Some(reply),
-                    outcome: Some(outcome),
+                RetryReply {
+                    outcome: None,
+                    ..RetryReply::unchanged(MessageKind::RequestHeaders)
                 }
             }
-            Some(Message::RequestTrailers) => Answered {
+            Some(ExchangeMessage::RequestBody(BodyPiece { body, .. })) => {
+                self.on_body(retries, body).await
+            }
+            Some(ExchangeMessage::RequestTrailers) => RetryReply {
                 reply: Some(mutation::request_trailers()),
-                outcome: Some("as_it_is"),
+                outcome: Some("unchanged"),
             },
-            Some(_) => Answered {
+            Some(_) => RetryReply {
                 reply: None,
-                outcome: Some("as_it_is"),
+                outcome: Some("unchanged"),
             },
-            None => Answered {
+            None => RetryReply {
                 reply: None,
                 outcome: None,
             },
+        }
+    }
+
+    async fn on_body(&mut self, retries: &RetryRegistry, body: Bytes) -> RetryReply {
+        let decision = match std::mem::replace(&mut self.owner, RetryOwner::Unknown) {
+            RetryOwner::Unknown => return RetryReply::unchanged(MessageKind::RequestBody),
+            RetryOwner::Prepared(exchange_key, head, upstream) => {
+                retries
+                    .decide(&exchange_key, head, upstream, body.clone())
+                    .await
+            }
+            RetryOwner::Unprepared => RetryDecision::Unchanged,
+        };
+        let (body, outcome) = match decision {
+            // KV transfer fields of an exchange that has ended must not be used again.
+            RetryDecision::Unchanged => match strip_kv_fields(&body) {
+                StrippedBody::Changed(body) if !self.trusts_clients => (body, "handoff_removed"),
+                _ => return RetryReply::unchanged(MessageKind::RequestBody),
+            },
+            // A body that no engine accepts, so that no KV of another request is transferred.
+            RetryDecision::Abandoned => (Bytes::from_static(b"{}"), "no_worker"),
+            RetryDecision::ReplaceBody(body) => (body, "prefilled_again"),
+        };
+        let mut changes = HeaderChanges::default();
+        changes.set("content-length", body.len().to_string());
+        let reply = mutation::continue_with(MessageKind::RequestBody, changes);
+        RetryReply {
+            reply: Some(mutation::with_body(reply, body.into())),
+            outcome: Some(outcome),
+        }
+    }
+}
+
+impl RetryReply {
+    /// Lets the attempt continue unchanged.
+    fn unchanged(to: MessageKind) -> Self {
+        Self {
+            reply: Some(mutation::continue_with(to, HeaderChanges::default())),
+            outcome: Some("unchanged"),
         }
     }
 }
@@ -231,23 +266,23 @@ mod tests {
     use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 
     use super::*;
-    use crate::ext_proc::metadata::Told;
+    use crate::ext_proc::metadata::GatewayMetadata;
 
-    fn incoming(message: Message, exchange: Option<&str>) -> Incoming {
-        let to = Some(Endpoint("127.0.0.1:1".parse().unwrap()));
-        Incoming {
+    fn incoming(message: ExchangeMessage, exchange: Option<&str>) -> IncomingMessage {
+        let to = Some(WorkerEndpoint("127.0.0.1:1".parse().unwrap()));
+        IncomingMessage {
             modes: None,
-            told: Told {
-                exchange: exchange.map(str::to_owned),
-                to,
-                ..Told::default()
+            metadata: GatewayMetadata {
+                exchange_key: exchange.map(str::to_owned),
+                upstream: to,
+                ..GatewayMetadata::default()
             },
             message: Some(message),
         }
     }
 
-    fn sent(answered: &Answered) -> Option<&[u8]> {
-        let Some(Response::RequestBody(body)) = answered.reply.as_ref()?.response.as_ref() else {
+    fn sent(reply: &RetryReply) -> Option<&[u8]> {
+        let Some(Response::RequestBody(body)) = reply.reply.as_ref()?.response.as_ref() else {
             return None;
         };
         match body
@@ -263,64 +298,73 @@ mod tests {
         }
     }
 
-    const HANDED: &str = r#"{"kv_transfer_params":{"remote_host":"x"},"prompt":"y"}"#;
+    const BODY_WITH_KV_FIELDS: &str = r#"{"kv_transfer_params":{"remote_host":"x"},"prompt":"y"}"#;
 
-    /// What becomes of a try whose body hands something over.
-    async fn tried(
-        retries: &Retries,
+    /// The outcome for an attempt whose body has KV transfer fields.
+    async fn outcome_of_attempt(
+        retries: &RetryRegistry,
         exchange: Option<&str>,
-        trusting: bool,
+        trusts_clients: bool,
     ) -> (Option<Vec<u8>>, Option<&'static str>) {
-        let mut retry = Retry::new(trusting);
-        let head = Message::RequestHeaders {
+        let mut retry = RetryFilter::new(trusts_clients);
+        let head = ExchangeMessage::RequestHeaders {
             head: RequestHead::default(),
-            end: false,
+            end_of_stream: false,
         };
         let first = retry.on_message(retries, incoming(head, exchange)).await;
         if first.outcome.is_some() {
             return (None, first.outcome);
         }
-        let body = Message::RequestBody(Piece::new(HANDED, true));
-        let answered = retry.on_message(retries, incoming(body, exchange)).await;
-        (sent(&answered).map(<[u8]>::to_vec), answered.outcome)
+        let body = ExchangeMessage::RequestBody(BodyPiece::new(BODY_WITH_KV_FIELDS, true));
+        let reply = retry.on_message(retries, incoming(body, exchange)).await;
+        (sent(&reply).map(<[u8]>::to_vec), reply.outcome)
     }
 
     #[tokio::test]
-    async fn what_was_prepared_by_nobody_we_know_is_taken_out() {
-        let retries = Arc::new(Retries::default());
-        let taken_out = br#"{"kv_transfer_params":null,"prompt":"y"}"#.to_vec();
+    async fn kv_fields_of_ended_exchange_are_removed() {
+        let retries = Arc::new(RetryRegistry::default());
+        let stripped = br#"{"kv_transfer_params":null,"prompt":"y"}"#.to_vec();
         assert_eq!(
-            tried(&retries, Some("gone"), false).await,
-            (Some(taken_out), Some("taken_out"))
+            outcome_of_attempt(&retries, Some("gone"), false).await,
+            (Some(stripped), Some("handoff_removed"))
         );
         assert_eq!(
-            tried(&retries, Some("gone"), true).await,
-            (None, Some("as_it_is"))
+            outcome_of_attempt(&retries, Some("gone"), true).await,
+            (None, Some("unchanged"))
         );
-        assert_eq!(tried(&retries, None, false).await, (None, Some("as_it_is")));
+        assert_eq!(
+            outcome_of_attempt(&retries, None, false).await,
+            (None, Some("unchanged"))
+        );
     }
 
     #[tokio::test]
-    async fn whoever_prepared_the_first_try_prepares_the_next() {
-        let retries = Arc::new(Retries::default());
-        for (again, expected) in [
+    async fn exchange_decides_about_its_retry() {
+        let retries = Arc::new(RetryRegistry::default());
+        for (decision, expected) in [
             (
-                Again::With("{\"new\":1}".into()),
-                (Some(b"{\"new\":1}".to_vec()), Some("prefilled_anew")),
+                RetryDecision::ReplaceBody("{\"new\":1}".into()),
+                (Some(b"{\"new\":1}".to_vec()), Some("prefilled_again")),
             ),
-            (Again::GivenUp, (Some(b"{}".to_vec()), Some("given_up"))),
+            (
+                RetryDecision::Abandoned,
+                (Some(b"{}".to_vec()), Some("no_worker")),
+            ),
         ] {
-            let mut listening = retries.listen("a".to_owned(), Duration::ZERO);
-            let prepares = async {
-                let Try { body, answer, .. } = listening.next().await;
-                assert_eq!(&body[..], HANDED.as_bytes());
-                answer.send(again).unwrap();
+            let mut listener = retries.listen("a".to_owned(), Duration::ZERO);
+            let decides = async {
+                let RetryAttempt {
+                    body, decision_tx, ..
+                } = listener.next().await;
+                assert_eq!(&body[..], BODY_WITH_KV_FIELDS.as_bytes());
+                decision_tx.send(decision).unwrap();
             };
-            let (became, ()) = tokio::join!(tried(&retries, Some("a"), false), prepares);
-            assert_eq!(became, expected);
+            let (outcome, ()) =
+                tokio::join!(outcome_of_attempt(&retries, Some("a"), false), decides);
+            assert_eq!(outcome, expected);
         }
-        let leaves = retries.listen("b".to_owned(), Duration::ZERO);
-        drop(leaves);
-        assert!(retries.wants("b").is_none());
+        let dropped = retries.listen("b".to_owned(), Duration::ZERO);
+        drop(dropped);
+        assert!(retries.max_prefill_time("b").is_none());
     }
 }

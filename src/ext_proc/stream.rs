@@ -1,4 +1,5 @@
-//! One HTTP exchange over its gRPC stream: the task that feeds the state machine and carries out its effects.
+//! One HTTP exchange over its gRPC stream: the task that feeds the state machine and applies its
+//! effects.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,380 +9,422 @@ use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tonic::{Code, Status, Streaming};
+use warmroute_tokens::openai;
 
-use super::exchange::{Effect, Exchange, Inbound, Start};
-use super::first_tokens::Awaited;
+use super::body_budget::BodyBudgetShare;
+use super::exchange::{Effect, Exchange, ExchangeStart, InboundRequest};
+use super::first_tokens::FirstTokenWaiter;
 use super::gateway::{GatewayTraits, ResponseAttribution};
-use super::held::Share;
-use super::message::{Incoming, Message};
-use super::pipeline::Routed;
-use super::record::Record;
+use super::guard::ExchangeGuard;
+use super::message::{ExchangeMessage, IncomingMessage};
+use super::pipeline::RoutingOutcome;
 use super::reject;
-use super::replies::Replies;
-use super::retries::{Again, Listening, Try};
-use super::service::{Kept, Live};
-use super::wire::{Asked, Part};
-use crate::intake::Body;
-use crate::openai;
-use crate::prefill::{Retried, Turn};
+use super::response_stream::ResponseSink;
+use super::retries::{RetryAttempt, RetryDecision, RetryListener};
+use super::state::{ExchangeConfig, ExtProcState};
+use super::wire::{ProcessingPart, RawProcessingRequest};
+use crate::prefill::{PrefillEvent, RetriedRequest};
+use crate::request::RequestBody;
 
-/// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
-const EARLY: usize = 64;
+/// Maximum number of messages read while a route is chosen. Further messages wait in Envoy.
+const MAX_READ_AHEAD: usize = 64;
 
-/// Bytes of bodies that are read ahead meanwhile.
-const EARLY_BYTES: usize = 256 << 10;
+/// Maximum bytes of bodies read while a route is chosen.
+const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 
-/// How much longer than a request may wait Envoy is asked to wait for it.
-const HOLD_MARGIN: Duration = Duration::from_millis(500);
+/// Margin of the extended message timeout over the maximum wait, so that the reply precedes the
+/// timeout.
+const TIMEOUT_MARGIN: Duration = Duration::from_millis(500);
+
+/// The gRPC call of an exchange.
+pub(super) struct ExchangeCall {
+    pub(super) incoming: Streaming<RawProcessingRequest>,
+    pub(super) replies: ResponseSink,
+    pub(super) gateway: GatewayTraits,
+}
 
 /// One HTTP exchange.
-pub(super) struct Stream {
-    kept: Arc<Kept>,
-    live: Arc<Live>,
+pub(super) struct ExchangeStream {
+    state: Arc<ExtProcState>,
+    config: Arc<ExchangeConfig>,
     gateway: GatewayTraits,
-    /// The messages of Envoy; `None` after a message that exceeds the size limit, behind which no message can be read.
-    incoming: Option<Streaming<Asked>>,
-    replies: Replies,
+    /// The messages of Envoy; `None` after a message that exceeds the size limit, behind which no
+    /// message can be read.
+    incoming: Option<Streaming<RawProcessingRequest>>,
+    replies: ResponseSink,
     exchange: Exchange,
-    record: Record,
-    first_token: Option<Awaited>,
-    /// By which name other filters know the exchange.
-    name: Option<String>,
-    retries: Option<Listening>,
-    /// Whether the prefill of the try under way failed, so that whoever decodes was told to end.
-    aborted: bool,
-    held: Share,
-    /// When the request's body has to be there.
-    deadline: Instant,
+    guard: ExchangeGuard,
+    first_token: Option<FirstTokenWaiter>,
+    /// Key under which other filters know the exchange.
+    exchange_key: Option<String>,
+    retry_listener: Option<RetryListener>,
+    /// Whether the prefill of the current attempt failed, so that its decode worker received an
+    /// abort.
+    prefill_aborted: bool,
+    body_share: BodyBudgetShare,
+    /// Deadline of the request body.
+    upload_deadline: Instant,
 }
 
 /// The reason why a stream closes before the exchange has ended.
-enum StreamClose {
+enum StreamEnd {
     /// The client has sent its last message, and all replies to its messages were made.
     ByClient,
     /// No further message can be read.
     Failed(Status),
 }
 
-impl StreamClose {
-    fn status(self) -> Result<(), Status> {
+impl StreamEnd {
+    fn into_status(self) -> Result<(), Status> {
         match self {
-            StreamClose::ByClient => Ok(()),
-            StreamClose::Failed(status) => Err(status),
+            StreamEnd::ByClient => Ok(()),
+            StreamEnd::Failed(status) => Err(status),
         }
     }
 }
 
-impl From<Status> for StreamClose {
+impl From<Status> for StreamEnd {
     fn from(status: Status) -> Self {
-        StreamClose::Failed(status)
+        StreamEnd::Failed(status)
     }
 }
 
-/// What happens next.
-enum Event {
-    Message(Box<Asked>),
-    /// Another filter saw the first token.
+/// Next input of the exchange.
+enum StreamEvent {
+    Message(Box<RawProcessingRequest>),
+    /// Another filter observed the first token.
     FirstToken,
-    /// The body has not come in time.
+    /// The request body is late.
     Deadline,
-    /// Something is known of the prefill of two workers that meet.
-    Turn(Turn),
+    /// The mirrored prefill has made progress.
+    Prefill(PrefillEvent),
     /// Envoy sends the request to another worker.
-    Try(Box<Try>),
+    Retry(Box<RetryAttempt>),
 }
 
-impl Stream {
+impl ExchangeStream {
     pub(super) fn new(
-        kept: Arc<Kept>,
-        live: Arc<Live>,
-        (incoming, replies): (Streaming<Asked>, Replies),
-        start: Start,
-        gateway: GatewayTraits,
+        state: Arc<ExtProcState>,
+        config: Arc<ExchangeConfig>,
+        call: ExchangeCall,
+        start: ExchangeStart,
     ) -> Self {
-        let name = start.probed_as.clone();
-        let first_token = name.clone().map(|name| kept.first_tokens.expect(name));
+        let exchange_key = start.exchange_key.clone();
+        let first_token = exchange_key
+            .clone()
+            .map(|key| state.first_tokens.register(key));
         Self {
-            incoming: Some(incoming),
-            replies,
-            exchange: Exchange::new(live.options.clone(), start),
-            record: Record::open(
-                kept.metrics.clone(),
-                live.pipeline.router().clone(),
-                kept.audit.clone(),
+            incoming: Some(call.incoming),
+            replies: call.replies,
+            exchange: Exchange::new(config.options.clone(), start),
+            guard: ExchangeGuard::open(
+                state.metrics.clone(),
+                config.pipeline.router().clone(),
+                state.audit.clone(),
             ),
             first_token,
-            name,
-            retries: None,
-            aborted: false,
-            held: kept.held.share(),
-            deadline: Instant::now() + live.upload,
-            live,
-            kept,
-            gateway,
+            exchange_key,
+            retry_listener: None,
+            prefill_aborted: false,
+            body_share: state.body_budget.share(),
+            upload_deadline: Instant::now() + config.upload_timeout,
+            config,
+            state,
+            gateway: call.gateway,
         }
     }
 
     /// Runs to the end of the stream, and returns its status.
-    pub(super) async fn run(mut self, first: Incoming) -> Result<(), Status> {
-        // Messages that came while a route was looked for.
+    pub(super) async fn run(mut self, first: IncomingMessage) -> Result<(), Status> {
+        // Messages received while a route was chosen.
         let mut early = VecDeque::new();
-        if let Err(closed) = self.take(first, &mut early).await {
-            return closed.status();
+        if let Err(end) = self.accept_message(first, &mut early).await {
+            return end.into_status();
         }
         loop {
-            // Many messages may be there at once, and others want their turn.
+            // Yields to other streams if many messages are available at once.
             tokio::task::consume_budget().await;
             let next = match early.pop_front() {
-                Some(message) => Ok(Event::Message(Box::new(message))),
-                None => self.next().await,
+                Some(message) => Ok(StreamEvent::Message(Box::new(message))),
+                None => self.next_event().await,
             };
             let done = match next {
-                Ok(Event::Message(message)) => {
-                    self.take(Incoming::read(*message), &mut early).await
+                Ok(StreamEvent::Message(message)) => {
+                    self.accept_message(IncomingMessage::parse(*message), &mut early)
+                        .await
                 }
-                Ok(Event::FirstToken) => {
+                Ok(StreamEvent::FirstToken) => {
                     self.first_token = None;
                     let effects = self.exchange.on_first_token();
-                    self.carry_out(effects, &mut early).await
+                    self.apply_effects(effects, &mut early).await
                 }
-                Ok(Event::Deadline) => {
+                Ok(StreamEvent::Deadline) => {
                     let effects = self.exchange.on_deadline();
-                    let done = self.carry_out(effects, &mut early).await;
-                    self.held.set(self.exchange.held(), usize::MAX);
+                    let done = self.apply_effects(effects, &mut early).await;
+                    self.body_share
+                        .set(self.exchange.buffered_bytes(), usize::MAX);
                     done
                 }
-                Ok(Event::Turn(turn)) => {
-                    self.aborted = matches!(turn, Turn::Failed(_));
-                    if self.record.turned(&turn) {
-                        self.give_up(&mut early).await
+                Ok(StreamEvent::Prefill(event)) => {
+                    self.prefill_aborted = matches!(event, PrefillEvent::Failed(_));
+                    if self.guard.on_prefill_event(&event) {
+                        self.abort(&mut early).await
                     } else {
                         Ok(())
                     }
                 }
-                Ok(Event::Try(again)) => match self.try_again(*again).await {
-                    true => Ok(()),
-                    false => self.give_up(&mut early).await,
-                },
-                Err(closed) => Err(closed),
+                Ok(StreamEvent::Retry(attempt)) => {
+                    if self.prefill_retry(*attempt).await {
+                        Ok(())
+                    } else {
+                        self.abort(&mut early).await
+                    }
+                }
+                Err(end) => Err(end),
             };
             match done {
                 Ok(()) => {}
                 // The code of a message that exceeds the size limit.
-                Err(StreamClose::Failed(status)) if status.code() == Code::OutOfRange => {
+                Err(StreamEnd::Failed(status)) if status.code() == Code::OutOfRange => {
                     return self.end_at_oversize_message(status, &mut early).await;
                 }
-                Err(closed) => return closed.status(),
+                Err(end) => return end.into_status(),
             }
         }
     }
 
-    /// Replies to a message that exceeds the size limit. The stream ends, because no further message can be read. Envoy continues
-    /// the request without it, and its load is not known from then on.
+    /// Replies to a message that exceeds the size limit. The stream ends, because no further
+    /// message can be read. Envoy continues the request without it, and its load is not known from
+    /// then on.
     async fn end_at_oversize_message(
-        mut self,
+        &mut self,
         status: Status,
-        early: &mut VecDeque<Asked>,
+        early: &mut VecDeque<RawProcessingRequest>,
     ) -> Result<(), Status> {
-        // The rest of the message would be read as the next one. Without a reader its bytes are discarded.
+        // The rest of the message would be read as the next one. Without a reader its bytes are
+        // discarded.
         self.incoming = None;
         let effects = self.exchange.on_oversize_message().ok_or(status)?;
-        self.carry_out(effects, early)
+        self.apply_effects(effects, early)
             .await
-            .or_else(StreamClose::status)
+            .or_else(StreamEnd::into_status)
     }
 
-    async fn next(&mut self) -> Result<Event, StreamClose> {
+    async fn next_event(&mut self) -> Result<StreamEvent, StreamEnd> {
         let first_token = async {
             match &self.first_token {
-                Some(awaited) => awaited.seen().await,
+                Some(waiter) => waiter.notified().await,
                 None => std::future::pending().await,
             }
         };
-        let tries = async {
-            match &mut self.retries {
-                Some(listening) => listening.next().await,
+        let attempts = async {
+            match &mut self.retry_listener {
+                Some(listener) => listener.next().await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             biased;
-            // Before the end of the stream, which may be there already: what nobody awaits any more is polled once.
-            () = first_token => Ok(Event::FirstToken),
-            message = self.kept.receive_from(self.incoming.as_mut()) => match message? {
-                Some(message) => Ok(Event::Message(Box::new(message))),
-                None => Err(StreamClose::ByClient),
+            // Polled before the end of the stream, because a stream that Envoy has reset is polled
+            // only once more.
+            () = first_token => Ok(StreamEvent::FirstToken),
+            message = self.state.receive_from(self.incoming.as_mut()) => match message? {
+                Some(message) => Ok(StreamEvent::Message(Box::new(message))),
+                None => Err(StreamEnd::ByClient),
             },
-            () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
-            again = tries => Ok(Event::Try(Box::new(again))),
-            turn = self.record.turn() => Ok(Event::Turn(turn)),
+            () = tokio::time::sleep_until(self.upload_deadline), if self.exchange.is_gathering() => Ok(StreamEvent::Deadline),
+            attempt = attempts => Ok(StreamEvent::Retry(Box::new(attempt))),
+            event = self.guard.next_prefill_event() => Ok(StreamEvent::Prefill(event)),
         }
     }
 
-    async fn take(
+    async fn accept_message(
         &mut self,
-        incoming: Incoming,
-        early: &mut VecDeque<Asked>,
-    ) -> Result<(), StreamClose> {
+        incoming: IncomingMessage,
+        early: &mut VecDeque<RawProcessingRequest>,
+    ) -> Result<(), StreamEnd> {
         if let Some(modes) = incoming.modes {
             self.exchange.configure(modes);
-            self.kept.warn_of(modes.request);
+            self.state.warn_of_streamed_bodies(modes.request);
         }
-        self.exchange.hear(incoming.told);
+        self.exchange.apply_metadata(incoming.metadata);
         let Some(mut message) = incoming.message else {
             return Ok(());
         };
-        if let Message::ResponseHeaders { head, .. } = &mut message
-            && self.gateway.attribute(head) == ResponseAttribution::Undecided
+        if let ExchangeMessage::ResponseHeaders { head, .. } = &mut message
+            && self.gateway.attribute(head) == ResponseAttribution::Ambiguous
         {
-            self.kept.warn_of_undecided_source();
+            self.state.warn_of_undecided_source();
         }
-        // Envoy has no try left, and the engine says no more than that we told it to end.
-        if let Message::ResponseHeaders { head, .. } = &message
-            && self.aborted
+        // Envoy has no attempt left, and the response only shows that the engine received the
+        // abort.
+        if let ExchangeMessage::ResponseHeaders { head, .. } = &message
+            && self.prefill_aborted
             && head.status >= 500
         {
-            return self.give_up(early).await;
+            return self.abort(early).await;
         }
-        if let Message::ResponseHeaders { head, .. } = &message
-            && let Some(by) = self.record.served_elsewhere(head)
+        if let ExchangeMessage::ResponseHeaders { head, .. } = &message
+            && let Some(by) = self.guard.other_serving_worker(head)
         {
             self.exchange.on_served_elsewhere(by);
         }
         let effects = self.exchange.on_message(message);
-        self.carry_out(effects, early).await?;
-        if self.held.set(self.exchange.held(), self.live.held) {
+        self.apply_effects(effects, early).await?;
+        if self
+            .body_share
+            .set(self.exchange.buffered_bytes(), self.config.held_body_limit)
+        {
             let effects = self.exchange.on_deadline();
-            self.carry_out(effects, early).await?;
-            self.held.set(self.exchange.held(), usize::MAX);
+            self.apply_effects(effects, early).await?;
+            self.body_share
+                .set(self.exchange.buffered_bytes(), usize::MAX);
         }
         Ok(())
     }
 
-    async fn carry_out(
+    async fn apply_effects(
         &mut self,
         effects: Vec<Effect>,
-        early: &mut VecDeque<Asked>,
-    ) -> Result<(), StreamClose> {
+        early: &mut VecDeque<RawProcessingRequest>,
+    ) -> Result<(), StreamEnd> {
         let mut effects = VecDeque::from(effects);
         while let Some(effect) = effects.pop_front() {
             match effect {
                 Effect::Reply(reply) => self.replies.send(*reply).await,
                 Effect::Route(inbound) => match self.route(inbound, early).await? {
                     None => {}
-                    Some(Routed::Answered(answer)) => {
+                    Some(RoutingOutcome::Immediate(answer)) => {
                         effects.extend(self.exchange.on_immediate(&answer));
-                        self.record.own_answer();
+                        self.guard.on_immediate();
                     }
-                    Some(Routed::Steered {
-                        directions,
-                        admitted,
-                        remote,
+                    Some(RoutingOutcome::Routed {
+                        reply,
+                        active,
+                        remote_prefill,
                     }) => {
-                        if let (Some(remote), Some(name)) = (&remote, &self.name) {
-                            self.retries =
-                                Some(self.kept.retries.listen(name.clone(), remote.longest()));
+                        if let (Some(remote_prefill), Some(name)) =
+                            (&remote_prefill, &self.exchange_key)
+                        {
+                            self.retry_listener = Some(
+                                self.state
+                                    .retries
+                                    .listen(name.clone(), remote_prefill.max_duration()),
+                            );
                         }
-                        effects.extend(self.exchange.on_route(*directions));
-                        self.record.routed(admitted, remote);
+                        effects.extend(self.exchange.on_route(*reply));
+                        self.guard.on_route(active, remote_prefill);
                     }
                 },
-                Effect::Answered(head) => self.record.answered(head),
-                Effect::FirstToken { seen } => self.record.first_token(seen),
-                Effect::Answer(chunk) => self.record.answer(&chunk),
-                Effect::Finished => self.record.finished(),
+                Effect::ResponseStarted(head) => self.guard.on_response_headers(head),
+                Effect::FirstToken { observed: seen } => self.guard.on_first_token(seen),
+                Effect::ResponseChunk(chunk) => self.guard.on_response_chunk(&chunk),
+                Effect::Completed => self.guard.on_completed(),
             }
         }
         Ok(())
     }
 
-    /// Has a request prefilled anew that Envoy sends to another worker; whether anything can come of it. A client that leaves
-    /// meanwhile takes it all back.
-    async fn try_again(
+    /// Runs another prefill for a request that Envoy sends to another worker. Returns false if the
+    /// request has failed. A client that leaves meanwhile cancels it.
+    async fn prefill_retry(
         &mut self,
-        Try {
+        RetryAttempt {
             head,
-            to,
+            upstream,
             body,
-            answer,
-        }: Try,
+            decision_tx,
+        }: RetryAttempt,
     ) -> bool {
-        let prefills = self.live.pipeline.prefills();
-        let retried = Retried {
-            to,
+        let prefills = self.config.pipeline.prefill_planner();
+        let retried = RetriedRequest {
+            upstream,
             path: head.path.clone(),
-            headers: prefills.headers(&head),
+            headers: prefills.worker_headers(&head),
             body,
         };
-        self.aborted = false;
-        let again = self
-            .record
-            .tried_again(self.live.pipeline.entrance(), retried)
+        self.prefill_aborted = false;
+        let decision = self
+            .guard
+            .prefill_retry(self.config.pipeline.dispatcher(), retried)
             .await;
-        let goes_on = !matches!(again, Again::GivenUp);
-        // Where the try is over by now, so is what was begun for it.
-        _ = answer.send(again);
-        goes_on
+        let continues = !matches!(decision, RetryDecision::Abandoned);
+        // If the attempt has ended by now, its reservations are released by drop.
+        _ = decision_tx.send(decision);
+        continues
     }
 
-    /// Nothing can come of the request any longer.
-    async fn give_up(&mut self, early: &mut VecDeque<Asked>) -> Result<(), StreamClose> {
-        let effects = self.exchange.on_give_up(&reject::never_met());
-        self.carry_out(effects, early).await
+    /// Ends the exchange after its prefill has failed.
+    async fn abort(&mut self, early: &mut VecDeque<RawProcessingRequest>) -> Result<(), StreamEnd> {
+        let effects = self.exchange.on_abort(&reject::prefill_timeout());
+        self.apply_effects(effects, early).await
     }
 
-    /// Counts a body as long as anybody has it. What the exchange itself holds of it counts already.
-    fn keep(&mut self, body: Body) -> Body {
-        let kept = |bytes: Bytes| self.kept.held.keep(bytes, self.live.held);
-        self.held.set(self.exchange.held(), usize::MAX);
+    /// Counts a body for as long as a reference to it exists. Bytes that the exchange buffers are
+    /// counted already.
+    fn retain_body(&mut self, body: RequestBody) -> RequestBody {
+        let retain = |bytes: Bytes| {
+            self.state
+                .body_budget
+                .retain(bytes, self.config.held_body_limit)
+        };
+        self.body_share
+            .set(self.exchange.buffered_bytes(), usize::MAX);
         match body {
-            body if self.exchange.held() > 0 => body,
-            Body::Whole(bytes) => kept(bytes.clone()).map_or_else(|| shed(&bytes), Body::Whole),
-            Body::Cut { shown, length } => kept(shown.clone())
-                .map_or_else(|| shed(&shown), |shown| Body::Cut { shown, length }),
-            Body::TooLarge { shown, bytes } => kept(shown.clone())
-                .map_or_else(|| shed(&shown), |shown| Body::TooLarge { shown, bytes }),
+            body if self.exchange.buffered_bytes() > 0 => body,
+            RequestBody::Whole(bytes) => {
+                retain(bytes.clone()).map_or_else(|| shed_body(&bytes), RequestBody::Whole)
+            }
+            RequestBody::Truncated { shown, length } => retain(shown.clone()).map_or_else(
+                || shed_body(&shown),
+                |shown| RequestBody::Truncated { shown, length },
+            ),
+            RequestBody::TooLarge { shown, bytes } => retain(shown.clone()).map_or_else(
+                || shed_body(&shown),
+                |shown| RequestBody::TooLarge { shown, bytes },
+            ),
             body => body,
         }
     }
 
-    /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
-    /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
+    /// Chooses a route while reading the stream, so that a client that leaves meanwhile cancels it.
+    /// Returns `None` if Envoy began to respond itself.
     async fn route(
         &mut self,
-        inbound: Inbound,
-        early: &mut VecDeque<Asked>,
-    ) -> Result<Option<Routed>, StreamClose> {
-        let inbound = Inbound {
-            body: self.keep(inbound.body),
+        inbound: InboundRequest,
+        early: &mut VecDeque<RawProcessingRequest>,
+    ) -> Result<Option<RoutingOutcome>, StreamEnd> {
+        let inbound = InboundRequest {
+            body: self.retain_body(inbound.body),
             ..inbound
         };
-        let pipeline = self.live.pipeline.clone();
-        let (tell, mut told) = oneshot::channel();
-        let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));
+        let pipeline = self.config.pipeline.clone();
+        let (wait_tx, mut wait_rx) = oneshot::channel();
+        let route = pipeline.route(inbound, move |wait| _ = wait_tx.send(wait));
         tokio::pin!(route);
-        let mut holding = false;
-        let mut waiting = 0;
+        let mut has_extended_timeout = false;
+        let mut early_bytes = 0;
         let mut half_closed = false;
         loop {
-            let room = early.len() < EARLY && waiting < EARLY_BYTES && !half_closed;
+            let can_read_ahead =
+                early.len() < MAX_READ_AHEAD && early_bytes < MAX_READ_AHEAD_BYTES && !half_closed;
             tokio::select! {
                 biased;
                 routed = &mut route => return Ok(Some(routed)),
-                Ok(wait) = &mut told, if !holding => {
-                    holding = true;
-                    self.hold(wait).await;
+                Ok(wait) = &mut wait_rx, if !has_extended_timeout => {
+                    has_extended_timeout = true;
+                    self.extend_timeout(wait).await;
                 }
-                message = self.kept.receive_from(self.incoming.as_mut()), if room => {
-                    // The replies to earlier messages are still due. If its client has left, Envoy resets the stream
-                    // afterwards, which drops the exchange.
+                message = self.state.receive_from(self.incoming.as_mut()), if can_read_ahead => {
+                    // The replies to earlier messages are still due. If its client has left, Envoy
+                    // resets the stream afterwards, which drops the exchange.
                     let Some(message) = message? else {
                         half_closed = true;
                         continue;
                     };
-                    waiting += body_bytes(&message);
+                    early_bytes += body_bytes(&message);
                     early.push_back(message);
-                    if early.back().is_some_and(begins_response) {
+                    if early.back().is_some_and(is_response_start) {
                         return Ok(None);
                     }
                 }
@@ -389,29 +432,31 @@ impl Stream {
         }
     }
 
-    /// Asks Envoy, once, to wait until the request has had its turn; a little longer, so that our answer is there first.
-    async fn hold(&self, wait: Duration) {
-        if let Some(Effect::Reply(reply)) = self.exchange.hold(wait + HOLD_MARGIN) {
+    /// Asks Envoy, once, to extend its message timeout beyond the maximum wait in the queue.
+    async fn extend_timeout(&self, wait: Duration) {
+        if let Some(Effect::Reply(reply)) = self.exchange.extend_timeout(wait + TIMEOUT_MARGIN) {
             self.replies.send(*reply).await;
         }
     }
 }
 
-/// What is left of a body that cannot be kept.
-fn shed(body: &[u8]) -> Body {
-    Body::Shed {
+/// The length and the model of a body that does not fit into the budget.
+fn shed_body(body: &[u8]) -> RequestBody {
+    RequestBody::Shed {
         bytes: body.len(),
-        model: openai::model_quickly(body),
+        model: openai::read_model_from_prefix(body),
     }
 }
 
-fn body_bytes(wire: &Asked) -> usize {
+fn body_bytes(wire: &RawProcessingRequest) -> usize {
     match &wire.part {
-        Some(Part::RequestBody(piece) | Part::ResponseBody(piece)) => piece.body.len(),
+        Some(ProcessingPart::RequestBody(piece) | ProcessingPart::ResponseBody(piece)) => {
+            piece.body.len()
+        }
         _ => 0,
     }
 }
 
-fn begins_response(wire: &Asked) -> bool {
-    matches!(wire.part, Some(Part::ResponseHeaders(_)))
+fn is_response_start(wire: &RawProcessingRequest) -> bool {
+    matches!(wire.part, Some(ProcessingPart::ResponseHeaders(_)))
 }

@@ -1,59 +1,52 @@
-//! The gRPC side of ext_proc, made by hand where what is generated copies bodies once more: a message as it comes off the
-//! wire keeps the body of a request as the bytes that were received. Everything else of it is Envoy's own types.
+//! The messages of Envoy and their gRPC codec. They replace the generated types, which copy each
+//! body once more: a decoded body refers to the received buffer. All other parts are Envoy's own
+//! types.
 
 use std::collections::HashMap;
-use std::convert::Infallible;
-use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::Metadata;
-use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::SERVICE_NAME;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
     HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse,
     ProtocolConfiguration,
 };
 use envoy_types::pb::google::protobuf::Struct;
-use tonic::Status;
-use tonic::codec::{BufferSettings, Codec, CompressionEncoding, EnabledCompressionEncodings};
-use tonic::codegen::{Body, BoxFuture, Service as GrpcService, StdError, http};
-use tonic::server::{Grpc, NamedService};
+use tonic::codec::{BufferSettings, Codec};
 use tonic_prost::{ProstDecoder, ProstEncoder};
 
-use super::service::Service;
-
-/// A message of Envoy, of which unknown fields are skipped as those are that say nothing to us.
+/// A message of Envoy. Unknown and unused fields are skipped.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Asked {
-    /// What other filters have left.
+pub struct RawProcessingRequest {
+    /// Dynamic metadata of other filters.
     #[prost(message, optional, tag = "8")]
     pub metadata_context: Option<Metadata>,
-    /// What Envoy is configured to say beside.
+    /// Attributes that Envoy is configured to send.
     #[prost(map = "string, message", tag = "9")]
     pub attributes: HashMap<String, Struct>,
-    /// How Envoy is configured; with the first message only.
+    /// Body modes of Envoy's configuration. Set in the first message only.
     #[prost(message, optional, tag = "11")]
     pub protocol_config: Option<ProtocolConfiguration>,
     /// The part of the exchange.
-    #[prost(oneof = "Part", tags = "2, 3, 4, 5, 6, 7")]
-    pub part: Option<Part>,
+    #[prost(oneof = "ProcessingPart", tags = "2, 3, 4, 5, 6, 7")]
+    pub part: Option<ProcessingPart>,
 }
 
 /// A part of an HTTP exchange.
 #[derive(Clone, PartialEq, prost::Oneof)]
-pub enum Part {
+pub enum ProcessingPart {
     /// Headers of the request.
     #[prost(message, tag = "2")]
     RequestHeaders(HttpHeaders),
     /// Headers of the response.
     #[prost(message, tag = "3")]
     ResponseHeaders(HttpHeaders),
-    /// A piece of the request's body, or all of it.
+    /// A piece of the request body, or all of it.
     #[prost(message, tag = "4")]
-    RequestBody(Piece),
-    /// A piece of the response's body.
+    RequestBody(BodyPiece),
+    /// A piece of the response body.
     #[prost(message, tag = "5")]
-    ResponseBody(Piece),
+    ResponseBody(BodyPiece),
     /// Trailers of the request.
     #[prost(message, tag = "6")]
     RequestTrailers(HttpTrailers),
@@ -64,14 +57,14 @@ pub enum Part {
 
 /// A piece of a body.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
-pub struct Piece {
-    /// As it was received.
+pub struct BodyPiece {
+    /// The received bytes.
     #[prost(bytes = "bytes", tag = "1")]
     pub body: Bytes,
-    /// Nothing follows.
+    /// The piece is the last one.
     #[prost(bool, tag = "2")]
     pub end_of_stream: bool,
-    /// Nothing follows, and this message says nothing but that.
+    /// The stream ends without a further gRPC message.
     #[prost(bool, tag = "3")]
     pub end_of_stream_without_message: bool,
     /// In mode `GRPC`: the message is compressed.
@@ -79,8 +72,8 @@ pub struct Piece {
     pub grpc_message_compressed: bool,
 }
 
-impl Piece {
-    /// A piece with these bytes.
+impl BodyPiece {
+    /// Creates a piece with these bytes.
     pub fn new(body: impl Into<Bytes>, end_of_stream: bool) -> Self {
         Self {
             body: body.into(),
@@ -95,7 +88,7 @@ impl Piece {
     }
 }
 
-impl From<HttpBody> for Piece {
+impl From<HttpBody> for BodyPiece {
     fn from(body: HttpBody) -> Self {
         let HttpBody {
             body,
@@ -113,15 +106,15 @@ impl From<HttpBody> for Piece {
     }
 }
 
-impl From<ProcessingRequest> for Asked {
+impl From<ProcessingRequest> for RawProcessingRequest {
     fn from(wire: ProcessingRequest) -> Self {
         let part = wire.request.map(|request| match request {
-            Request::RequestHeaders(headers) => Part::RequestHeaders(headers),
-            Request::ResponseHeaders(headers) => Part::ResponseHeaders(headers),
-            Request::RequestBody(body) => Part::RequestBody(body.into()),
-            Request::ResponseBody(body) => Part::ResponseBody(body.into()),
-            Request::RequestTrailers(trailers) => Part::RequestTrailers(trailers),
-            Request::ResponseTrailers(trailers) => Part::ResponseTrailers(trailers),
+            Request::RequestHeaders(headers) => ProcessingPart::RequestHeaders(headers),
+            Request::ResponseHeaders(headers) => ProcessingPart::ResponseHeaders(headers),
+            Request::RequestBody(body) => ProcessingPart::RequestBody(body.into()),
+            Request::ResponseBody(body) => ProcessingPart::ResponseBody(body.into()),
+            Request::RequestTrailers(trailers) => ProcessingPart::RequestTrailers(trailers),
+            Request::ResponseTrailers(trailers) => ProcessingPart::ResponseTrailers(trailers),
         });
         let ProcessingRequest {
             metadata_context,
@@ -138,90 +131,27 @@ impl From<ProcessingRequest> for Asked {
     }
 }
 
-/// Bytes that a stream's buffers begin with. Most messages are smaller, and an exchange has two of them for as long as its
-/// answer takes.
-const BUFFER: usize = 1 << 10;
-/// Bytes of replies that are sent together.
-const TOGETHER: usize = 32 << 10;
+/// Initial size of a stream's buffers, in bytes. Most messages are smaller, and an exchange holds
+/// two buffers until its response ends.
+const BUFFER_BYTES: usize = 1 << 10;
+/// Bytes of replies to encode before a write.
+const YIELD_THRESHOLD: usize = 32 << 10;
 
-/// How messages are read and written.
-struct Wire;
+/// Codec of ext_proc messages.
+pub(super) struct ExtProcCodec;
 
-impl Codec for Wire {
+impl Codec for ExtProcCodec {
     type Encode = ProcessingResponse;
-    type Decode = Asked;
+    type Decode = RawProcessingRequest;
     type Encoder = ProstEncoder<ProcessingResponse>;
-    type Decoder = ProstDecoder<Asked>;
+    type Decoder = ProstDecoder<RawProcessingRequest>;
 
     fn encoder(&mut self) -> Self::Encoder {
-        ProstEncoder::new(BufferSettings::new(BUFFER, TOGETHER))
+        ProstEncoder::new(BufferSettings::new(BUFFER_BYTES, YIELD_THRESHOLD))
     }
 
     fn decoder(&mut self) -> Self::Decoder {
-        ProstDecoder::new(BufferSettings::new(BUFFER, TOGETHER))
-    }
-}
-
-/// The service as a server takes it.
-#[derive(Clone)]
-pub struct ExtProc {
-    service: Service,
-    /// Bytes of the longest message.
-    most: usize,
-}
-
-impl ExtProc {
-    /// The service, for messages up to so many bytes.
-    pub fn new(service: Service, most: usize) -> Self {
-        Self { service, most }
-    }
-}
-
-impl NamedService for ExtProc {
-    const NAME: &'static str = SERVICE_NAME;
-}
-
-/// Accepted compression encodings. The message limit applies before and after decompression, and decompression stops at
-/// the limit.
-fn gzip() -> EnabledCompressionEncodings {
-    let mut accepted = EnabledCompressionEncodings::default();
-    accepted.enable(CompressionEncoding::Gzip);
-    accepted
-}
-
-const PATH: &str = "/envoy.service.ext_proc.v3.ExternalProcessor/Process";
-
-impl<B> GrpcService<http::Request<B>> for ExtProc
-where
-    B: Body + Send + 'static,
-    B::Error: Into<StdError> + Send + 'static,
-{
-    type Response = http::Response<tonic::body::Body>;
-    type Error = Infallible;
-    type Future = BoxFuture<Self::Response, Self::Error>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
-        if request.uri().path() != PATH {
-            return Box::pin(std::future::ready(Ok(Status::unimplemented(
-                "no such method",
-            )
-            .into_http())));
-        }
-        // tonic does not pass the URI on.
-        if let Some(authority) = request.uri().authority().cloned() {
-            request.extensions_mut().insert(authority);
-        }
-        let Self { service, most } = self.clone();
-        Box::pin(async move {
-            let mut grpc = Grpc::new(Wire)
-                .apply_compression_config(gzip(), EnabledCompressionEncodings::default())
-                .apply_max_message_size_config(Some(most), Some(usize::MAX));
-            Ok(grpc.streaming(service, request).await)
-        })
+        ProstDecoder::new(BufferSettings::new(BUFFER_BYTES, YIELD_THRESHOLD))
     }
 }
 
@@ -299,7 +229,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_envoy_sends_is_read_as_the_generated_types_read_it(
+        fn messages_decode_like_generated_types(
             request in request(),
             attributes in proptest::collection::hash_map("[a-z.]{0,9}", structure(), 0..3),
             metadata in proptest::option::of(proptest::collection::hash_map("[a-z.]{0,9}", structure(), 0..3)),
@@ -317,35 +247,38 @@ mod tests {
                 request, attributes, metadata_context, protocol_config, observability_mode, ..ProcessingRequest::default()
             };
             let bytes = wire.encode_to_vec();
-            let read = Asked::decode(Bytes::from(bytes.clone())).unwrap();
-            prop_assert_eq!(read, Asked::from(ProcessingRequest::decode(&bytes[..]).unwrap()));
+            let read = RawProcessingRequest::decode(Bytes::from(bytes.clone())).unwrap();
+            prop_assert_eq!(read, RawProcessingRequest::from(ProcessingRequest::decode(&bytes[..]).unwrap()));
         }
 
         #[test]
-        fn bytes_that_are_no_message_are_refused_by_both_or_by_none(
+        fn invalid_bytes_are_rejected_like_by_generated_types(
             bytes in proptest::collection::vec(any::<u8>(), 0..60),
         ) {
-            // Fields that we skip are not looked into: what is wrong inside them is Envoy's affair.
-            let (ours, theirs) = (Asked::decode(&bytes[..]), ProcessingRequest::decode(&bytes[..]));
+            // Skipped fields are not validated, so their errors remain undetected.
+            let ours = RawProcessingRequest::decode(&bytes[..]);
+            let theirs = ProcessingRequest::decode(&bytes[..]);
             if let Ok(theirs) = theirs {
-                prop_assert_eq!(ours.unwrap(), Asked::from(theirs));
+                prop_assert_eq!(ours.unwrap(), RawProcessingRequest::from(theirs));
             }
         }
     }
 
     #[test]
-    fn a_body_is_not_copied() {
-        let piece = Piece {
+    fn body_is_not_copied_by_decoding() {
+        let piece = BodyPiece {
             body: Bytes::from(vec![7; 9_000]),
             end_of_stream: true,
-            ..Piece::default()
+            ..BodyPiece::default()
         };
-        let wire = Asked {
-            part: Some(Part::RequestBody(piece)),
-            ..Asked::default()
+        let wire = RawProcessingRequest {
+            part: Some(ProcessingPart::RequestBody(piece)),
+            ..RawProcessingRequest::default()
         };
         let bytes = Bytes::from(wire.encode_to_vec());
-        let Some(Part::RequestBody(read)) = Asked::decode(bytes.clone()).unwrap().part else {
+        let Some(ProcessingPart::RequestBody(read)) =
+            RawProcessingRequest::decode(bytes.clone()).unwrap().part
+        else {
             panic!("a body")
         };
         assert!(

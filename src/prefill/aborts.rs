@@ -1,6 +1,7 @@
-//! Telling engines that nobody waits for a request any longer: SGLang's `abort_request`. Envoy never takes a copy back, so
-//! the engine would compute, and keep what it has computed, until its own patience ends. It is told more than once, because
-//! the word is short and may be there before the copy is, of which the engine then knows nothing yet.
+//! Aborts requests in engines with SGLang's `abort_request`. Envoy never cancels a mirrored copy,
+//! so without an abort the engine computes it and keeps the result until its own timeout. The abort
+//! is repeated, because it is short and may precede the copy, of which the engine then knows
+//! nothing.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -16,116 +17,122 @@ use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tracing::debug;
 
-use crate::engine_client::config::EnginesConfig;
-use crate::engine_client::{EngineClient, EngineError, EngineUrl};
-use crate::metrics::{Metrics, OutcomeLabel};
-use crate::worker::Endpoint;
+use warmroute_core::worker::WorkerEndpoint;
+use warmroute_engines::engine_client::config::EnginesConfig;
+use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
+use warmroute_metrics::{Metrics, OutcomeLabel};
 
-/// When an engine is told. Copies have megabytes, and Envoy may have to connect for one.
-const WORDS: [Duration; 4] = [
+/// Delays of the repeated aborts. A copy may have megabytes, and Envoy may have to connect first.
+const SEND_DELAYS: [Duration; 4] = [
     Duration::ZERO,
     Duration::from_millis(500),
     Duration::from_secs(2),
     Duration::from_secs(10),
 ];
 
-/// How many of these the end of the process waits for.
-const WAITED_FOR: usize = 2;
+/// Number of sends that a shutdown waits for.
+const SENDS_BEFORE_SHUTDOWN: usize = 2;
 
-/// Words under way to one engine.
-const AT_ONCE: usize = 16;
+/// Maximum number of concurrent calls to one engine.
+const MAX_CONCURRENT_CALLS: usize = 16;
 
-/// Requests of one engine that are to be aborted. All clients may leave at once, and each of them counts.
-const MOST: usize = 4096;
+/// Maximum number of queued aborts for one engine. All clients may leave at once.
+const MAX_QUEUED_ABORTS: usize = 4096;
 
-/// The way to engines that have to be told that nobody waits.
-pub struct Aborts {
+/// Client for aborts.
+pub struct AbortClient {
     client: EngineClient,
     engines: EnginesConfig,
     metrics: Arc<Metrics>,
-    under_way: TaskTracker,
-    /// Those in which something is to be told; no engine waits for another.
-    lanes: Mutex<HashMap<Endpoint, Weak<Lane>>>,
+    task_tracker: TaskTracker,
+    /// Lanes with running aborts. Engines do not wait for each other.
+    lanes: Mutex<HashMap<WorkerEndpoint, Weak<AbortLane>>>,
 }
 
-/// What is to be told to one engine.
-struct Lane {
-    turns: Semaphore,
-    room: Arc<Semaphore>,
+/// Limits of one engine.
+struct AbortLane {
+    call_permits: Semaphore,
+    queue_permits: Arc<Semaphore>,
 }
 
-/// One request that is to be aborted.
-struct Abort {
+/// One request to abort.
+struct AbortRequest {
     engine: EngineUrl,
-    lane: Arc<Lane>,
-    /// What the engine is told.
+    lane: Arc<AbortLane>,
+    /// Body of the call.
     body: Bytes,
-    /// The client's.
+    /// Credentials of the client.
     credentials: Option<HeaderValue>,
-    /// Its place among those that wait.
+    /// Slot in the queue.
     _room: OwnedSemaphorePermit,
 }
 
-impl Aborts {
-    /// The way to engines; it connects with the first word.
+impl AbortClient {
+    /// Creates a client, which connects at the first abort.
     pub fn new(engines: &EnginesConfig, metrics: Arc<Metrics>) -> Result<Arc<Self>, EngineError> {
-        Self::tracked(engines, metrics, TaskTracker::new())
+        Self::with_tracker(engines, metrics, TaskTracker::new())
     }
 
-    /// The same, with somewhere to see what is still to be told.
-    pub fn tracked(
+    /// Creates a client whose running aborts count in `task_tracker`.
+    pub fn with_tracker(
         engines: &EnginesConfig,
         metrics: Arc<Metrics>,
-        under_way: TaskTracker,
+        task_tracker: TaskTracker,
     ) -> Result<Arc<Self>, EngineError> {
-        let client = EngineClient::new(&of_our_own(engines))?;
+        let client = EngineClient::new(&client_config(engines))?;
         Ok(Arc::new(Self {
             client,
             engines: engines.clone(),
             metrics,
-            under_way,
+            task_tracker,
             lanes: Mutex::default(),
         }))
     }
 
-    /// The way under another configuration: this one, if nothing changes for it.
-    pub fn renewed(self: &Arc<Self>, engines: &EnginesConfig) -> Result<Arc<Self>, EngineError> {
-        let client = self.client.renewed(&of_our_own(engines))?;
+    /// The client for another configuration: this one, if nothing relevant changes.
+    pub fn reconfigure(
+        self: &Arc<Self>,
+        engines: &EnginesConfig,
+    ) -> Result<Arc<Self>, EngineError> {
+        let client = self.client.with_config(&client_config(engines))?;
         if client.is_same(&self.client) && self.engines == *engines {
             return Ok(self.clone());
         }
-        let (metrics, under_way) = (self.metrics.clone(), self.under_way.clone());
+        let metrics = self.metrics.clone();
+        let task_tracker = self.task_tracker.clone();
         Ok(Arc::new(Self {
             client,
             engines: engines.clone(),
             metrics,
-            under_way,
+            task_tracker,
             lanes: Mutex::default(),
         }))
     }
 
-    /// Tells one engine that nobody waits for a request any longer. `credentials` are the client's own, for where the
-    /// configuration has no token for engines. It counts as under way from the call on, not from its first poll.
+    /// Aborts one request in an engine. `credentials` are the client's own, used if the
+    /// configuration has no token for engines. The abort counts as running from this call on, not
+    /// from the first poll.
     pub(super) fn abort(
         self: Arc<Self>,
-        worker: Endpoint,
+        worker: WorkerEndpoint,
         request: Option<Arc<str>>,
         credentials: Option<HeaderValue>,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let tracked = self.under_way.token();
+        let tracked = self.task_tracker.token();
         let lane = self.lane(worker);
-        let room = lane.room.clone().try_acquire_owned();
+        let room = lane.queue_permits.clone().try_acquire_owned();
         async move {
             match (request, room) {
-                // A name that a client chose may be the beginning of other requests' names, which would be aborted as well.
-                (None, _) => self.count("not_ours"),
+                // A request id of a client may be a prefix of other ids, and engines abort all
+                // requests with the prefix.
+                (None, _) => self.count("client_request_id"),
                 (Some(_), Err(_)) => self.count("overflow"),
                 (Some(request), Ok(_room)) => {
                     let engine = self.engines.url(worker);
                     let body =
                         Bytes::from(json!({"rid": &*request, "abort_all": false}).to_string());
-                    self.tell(
-                        Abort {
+                    self.send_repeatedly(
+                        AbortRequest {
                             engine,
                             lane,
                             body,
@@ -140,40 +147,42 @@ impl Aborts {
         }
     }
 
-    async fn tell(&self, abort: Abort, tracked: TaskTrackerToken) {
+    async fn send_repeatedly(&self, abort: AbortRequest, tracked: TaskTrackerToken) {
         let mut tracked = Some(tracked);
-        let (began, mut heard, mut failed) = (Instant::now(), false, "");
-        for (said, after) in WORDS.into_iter().enumerate() {
-            if said == WAITED_FOR {
+        let started = Instant::now();
+        let mut is_received = false;
+        let mut failure = "";
+        for (sent, delay) in SEND_DELAYS.into_iter().enumerate() {
+            if sent == SENDS_BEFORE_SHUTDOWN {
                 tracked = None;
             }
-            sleep_until(began + after).await;
-            match self.say(&abort).await {
-                Ok(()) if heard => {}
+            sleep_until(started + delay).await;
+            match self.send_once(&abort).await {
+                Ok(()) if is_received => {}
                 Ok(()) => {
-                    heard = true;
-                    self.count("told");
+                    is_received = true;
+                    self.count("accepted");
                 }
                 Err(error) => {
-                    debug!(engine = %abort.engine, %error, "a prefill could not be aborted");
-                    failed = error.label();
-                    if !error.passes() {
+                    debug!(engine = %abort.engine, %error, "abort failed");
+                    failure = error.label();
+                    if !error.is_transient() {
                         break;
                     }
                 }
             }
         }
         drop(tracked);
-        if !heard {
-            self.count(failed);
+        if !is_received {
+            self.count(failure);
         }
     }
 
-    async fn say(&self, abort: &Abort) -> Result<(), EngineError> {
-        // It is never closed.
-        let _turn = abort.lane.turns.acquire().await;
+    async fn send_once(&self, abort: &AbortRequest) -> Result<(), EngineError> {
+        // The semaphore is never closed.
+        let _turn = abort.lane.call_permits.acquire().await;
         self.client
-            .tell(
+            .notify(
                 &abort.engine,
                 "abort_request",
                 abort.body.clone(),
@@ -182,15 +191,15 @@ impl Aborts {
             .await
     }
 
-    fn lane(&self, worker: Endpoint) -> Arc<Lane> {
+    fn lane(&self, worker: WorkerEndpoint) -> Arc<AbortLane> {
         let mut lanes = self.lanes.lock();
         if let Some(lane) = lanes.get(&worker).and_then(Weak::upgrade) {
             return lane;
         }
         lanes.retain(|_, lane| lane.strong_count() > 0);
-        let lane = Arc::new(Lane {
-            turns: Semaphore::new(AT_ONCE),
-            room: Arc::new(Semaphore::new(MOST)),
+        let lane = Arc::new(AbortLane {
+            call_permits: Semaphore::new(MAX_CONCURRENT_CALLS),
+            queue_permits: Arc::new(Semaphore::new(MAX_QUEUED_ABORTS)),
         });
         lanes.insert(worker, Arc::downgrade(&lane));
         lane
@@ -198,16 +207,18 @@ impl Aborts {
 
     fn count(&self, outcome: &'static str) {
         self.metrics
-            .prefill_aborts
+            .prefill
+            .aborts
             .get_or_create(&OutcomeLabel { outcome })
             .inc();
     }
 }
 
-/// Words are not held up by other questions, nor these by words: what bounds them is [`AT_ONCE`].
-fn of_our_own(engines: &EnginesConfig) -> EnginesConfig {
+/// Configuration without the limit of other calls, so that neither delays the other.
+/// [`MAX_CONCURRENT_CALLS`] limits aborts.
+fn client_config(engines: &EnginesConfig) -> EnginesConfig {
     EnginesConfig {
-        in_flight: u32::MAX,
+        max_concurrency: u32::MAX,
         ..engines.clone()
     }
 }

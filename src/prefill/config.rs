@@ -1,120 +1,123 @@
-//! `prefill:` of a model: how a prefill by another worker is carried out.
+//! `prefill:` of a model: execution of remote prefills.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Period, Problem};
+use warmroute_settings::{Period, Problem};
 
-/// How prefills by other workers are carried out.
+/// Execution of remote prefills.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PrefillConfig {
-    /// By whom.
-    pub by: By,
-    /// `call`: what engines want to hear.
-    pub protocol: Protocol,
-    /// `call`: how long one prefill may take; `mirror`: how long the first token may take.
-    pub deadline: Period,
-    /// `call`: how many prefill workers are asked before the decode worker computes the prompt itself.
-    pub tries: u32,
-    /// `call`: prefills under way at once; further requests are computed by the decode worker.
-    pub in_flight: u32,
+    /// Mode.
+    pub mode: PrefillMode,
+    /// `call`: protocol of the KV transfer.
+    pub protocol: KvTransferProtocol,
+    /// `call`: timeout of one prefill; `mirror`: timeout of the first token.
+    pub timeout: Period,
+    /// `call`: number of prefill workers to try before the decode worker computes the prompt
+    /// itself.
+    pub max_attempts: u32,
+    /// `call`: maximum number of concurrent prefills. Further requests are computed by the decode
+    /// worker.
+    pub max_concurrency: u32,
     /// `mirror`: Envoy's cluster of prefill workers.
     pub cluster: String,
 }
 
-/// Who carries a prefill out.
+/// Mode of remote prefills.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum By {
-    /// Whoever reads our headers: the prefill worker is named, and nothing else.
+pub enum PrefillMode {
+    /// A sidecar or a front end reads the headers and runs the prefill.
     #[default]
     Header,
-    /// Envoy: it sends the same request to both workers, and they meet (SGLang).
+    /// Envoy mirrors the request to both workers, which connect to each other (SGLang).
     Mirror,
-    /// We: the prefill worker is asked first, and what it says goes to the decode worker (vLLM, TensorRT-LLM).
+    /// warmroute calls the prefill worker first and hands its KV transfer parameters to the decode
+    /// worker (vLLM, TensorRT-LLM).
     Call,
 }
 
-/// In which words KV is handed from one engine to another.
+/// Protocol of the KV transfer between engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Protocol {
-    /// `kv_transfer_params`, as vLLM's connectors have it.
+pub enum KvTransferProtocol {
+    /// `kv_transfer_params` of vLLM's connectors.
     #[default]
     Vllm,
-    /// `disaggregated_params`, as TensorRT-LLM has it.
+    /// `disaggregated_params` of TensorRT-LLM.
     Trtllm,
 }
 
 impl Default for PrefillConfig {
     fn default() -> Self {
         Self {
-            by: By::Header,
-            protocol: Protocol::Vllm,
-            deadline: Period::seconds(20),
-            tries: 2,
-            in_flight: 4096,
+            mode: PrefillMode::Header,
+            protocol: KvTransferProtocol::Vllm,
+            timeout: Period::seconds(20),
+            max_attempts: 2,
+            max_concurrency: 4096,
             cluster: "prefill".to_owned(),
         }
     }
 }
 
 impl PrefillConfig {
-    /// How long Envoy has to wait for a prefill that is called for, with every try.
-    pub fn longest_call(&self) -> Duration {
-        if self.by == By::Call {
-            self.deadline.get().saturating_mul(self.tries)
+    /// Maximum duration of a called prefill, with all attempts.
+    pub fn max_call_time(&self) -> Duration {
+        if self.mode == PrefillMode::Call {
+            self.timeout.get().saturating_mul(self.max_attempts)
         } else {
             Duration::ZERO
         }
     }
 
-    /// Mistakes of meaning.
+    /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let default = Self::default();
         let mut problems = Vec::new();
-        if self.deadline.get().is_zero() {
+        if self.timeout.get().is_zero() {
             problems.push(Problem::of(
-                "deadline",
+                "timeout",
                 "no prefill could be done within 0s; the default is 20s",
             ));
         }
-        if self.tries == 0 {
+        if self.max_attempts == 0 {
             problems.push(Problem::of(
-                "tries",
-                "nobody would be asked; write at least 1, or `by: header`",
+                "max_attempts",
+                "no prefill worker would be called; set at least 1, or `mode: header`",
             ));
         }
-        if self.in_flight == 0 {
+        if self.max_concurrency == 0 {
             problems.push(Problem::of(
-                "in_flight",
-                "nobody could be asked; the default is 4096",
+                "max_concurrency",
+                "no prefill could run; the default is 4096",
             ));
         }
         if self.cluster.trim().is_empty() {
             problems.push(Problem::of(
                 "cluster",
-                "the cluster has no name; write it as Envoy's configuration does",
+                "the name of the cluster is empty; set it as in Envoy's configuration",
             ));
         }
-        let only = |by: By, key: &'static str, other: bool| {
-            (self.by != by && other)
-                .then(|| Problem::of(key, format!("is read with `by: {}` only", by.as_str())))
+        let only = |by: PrefillMode, key: &'static str, other: bool| {
+            (self.mode != by && other)
+                .then(|| Problem::of(key, format!("is used with `mode: {}` only", by.as_str())))
         };
         problems.extend(only(
-            By::Call,
+            PrefillMode::Call,
             "protocol",
             self.protocol != default.protocol,
         ));
         problems.extend(only(
-            By::Call,
-            "tries",
-            self.tries != default.tries && self.tries != 0,
+            PrefillMode::Call,
+            "max_attempts",
+            self.max_attempts != default.max_attempts && self.max_attempts != 0,
         ));
         problems.extend(only(
-            By::Mirror,
+            PrefillMode::Mirror,
             "cluster",
             self.cluster != default.cluster && !self.cluster.trim().is_empty(),
         ));
@@ -122,13 +125,13 @@ impl PrefillConfig {
     }
 }
 
-impl By {
-    /// As it stands in the configuration.
+impl PrefillMode {
+    /// The value in the configuration.
     pub fn as_str(self) -> &'static str {
         match self {
-            By::Header => "header",
-            By::Mirror => "mirror",
-            By::Call => "call",
+            PrefillMode::Header => "header",
+            PrefillMode::Mirror => "mirror",
+            PrefillMode::Call => "call",
         }
     }
 }

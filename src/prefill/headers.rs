@@ -1,9 +1,12 @@
-//! Which of a client's headers go to the prefill worker with its request: those that would go to a worker through Envoy.
+//! Headers of a client that are forwarded to the prefill worker: those that Envoy would forward to
+//! a worker.
+
+use std::borrow::Cow;
 
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 
-/// Of one connection only, or of one body; and what only our own client knows: which compression it can undo.
-const KEPT: [&str; 14] = [
+/// Hop-by-hop headers, and headers that depend on the body or on the client's own compression.
+const NOT_FORWARDED: [&str; 14] = [
     "accept",
     "accept-encoding",
     "connection",
@@ -20,8 +23,20 @@ const KEPT: [&str; 14] = [
     "upgrade",
 ];
 
-/// The headers of a request as its prefill worker gets them. Names that only we may use are not believed of a client.
-pub fn forwarded<'h>(
+/// Headers of a client's request. Only requests with a remote prefill read them.
+pub trait ClientHeaders {
+    /// Id of the request, from the client or assigned; empty without one.
+    fn request_id(&self) -> &str;
+
+    /// Names and values of all headers, in order.
+    fn fields(&self) -> Vec<(&str, &[u8])>;
+
+    /// The last value of a header that is not blank.
+    fn get(&self, name: &str) -> Option<Cow<'_, str>>;
+}
+
+/// The forwarded headers of a request, without the names that clients must not set.
+pub(super) fn forwarded_headers<'h>(
     headers: impl IntoIterator<Item = (&'h str, &'h [u8])>,
     reserved: impl Fn(&str) -> bool,
 ) -> HeaderMap {
@@ -29,7 +44,7 @@ pub fn forwarded<'h>(
     for (name, value) in headers {
         let name = name.to_ascii_lowercase();
         if name.starts_with(':')
-            || KEPT.contains(&&*name)
+            || NOT_FORWARDED.contains(&&*name)
             || name.starts_with("x-envoy-")
             || reserved(&name)
         {
@@ -48,8 +63,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_worker_would_see_is_sent_on_and_what_belongs_to_a_connection_is_not() {
-        let sent: [(&str, &[u8]); 10] = [
+    fn hop_by_hop_and_reserved_headers_are_not_forwarded() {
+        let headers_sent: [(&str, &[u8]); 10] = [
             (":path", b"/v1/chat/completions"),
             ("Authorization", b"Bearer x"),
             ("x-request-id", b"req-1"),
@@ -61,7 +76,7 @@ mod tests {
             ("x-tag", b"b\xff"),
             ("bad name", b"x"),
         ];
-        let map = forwarded(sent, |name| name == "x-worker-instance-id");
+        let map = forwarded_headers(headers_sent, |name| name == "x-worker-instance-id");
         let mut names: Vec<_> = map
             .iter()
             .map(|(name, value)| (name.as_str(), value.as_bytes()))

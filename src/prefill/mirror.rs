@@ -1,6 +1,6 @@
-//! A prefill that Envoy has done by sending a copy of the request to the prefill worker. Envoy never takes a copy back and
-//! shows nothing of its answer, so what is known is what the decode worker says: until its first token the prefill is under
-//! way, and if that never comes the engine has to be told that nobody waits for it any longer.
+//! Mirrored prefill: Envoy sends a copy of the request to the prefill worker. Envoy never cancels a
+//! copy and discards its response, so only the decode worker shows the progress: the prefill runs
+//! until the first token. If the token never arrives, the engine needs an abort.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,238 +11,279 @@ use reqwest::header::HeaderValue;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
+use warmroute_core::health::WorkerOutcome;
+use warmroute_core::router::{Route, RouteRequest, Router};
+use warmroute_core::worker::{WorkerEndpoint, WorkerId};
 
-use super::aborts::Aborts;
-use super::call::{Begun, Caller, Failure};
-use super::meeting::{Meeting, Room, names};
-use crate::audit::Audit;
-use crate::router::{Route, RouteRequest, Router};
-use crate::worker::{Endpoint, WorkerId};
+use super::aborts::AbortClient;
+use super::bootstrap::{BootstrapInfo, BootstrapRoom, engine_request_ids};
+use super::client::{PrefillClient, PrefillError, RunningPrefill};
+use super::fallback::record_prefill_outcome;
+use crate::dispatch::ActiveRequest;
+use crate::dispatch::audit::CacheAudit;
 
-/// How prefills of one model are mirrored.
-pub struct Mirror {
+/// Mirrored prefills of one model.
+pub struct PrefillMirror {
     /// Envoy's cluster of prefill workers.
     pub cluster: Arc<str>,
-    /// How long the first token may take.
+    /// Timeout of the first token.
     pub deadline: Duration,
-    /// The way to engines that have to be told that nobody waits.
-    pub aborts: Arc<Aborts>,
-    /// The way to prefill workers whose copy Envoy does not make.
-    pub caller: Caller,
-    /// Where the cache reports of these workers are compared with the predictions.
-    pub audit: Arc<Audit>,
+    /// Client for aborts.
+    pub aborts: Arc<AbortClient>,
+    /// Client for copies that warmroute sends itself.
+    pub client: PrefillClient,
+    /// Audit of the prefill workers' cache reports.
+    pub audit: Arc<CacheAudit>,
 }
 
-/// Two workers that are about to meet.
-pub struct Met {
-    /// The body that both of them get.
+/// Endpoint to which the gateway mirrors a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MirrorTarget {
+    /// Cluster of the gateway.
+    pub cluster: Arc<str>,
+    /// Endpoint in the cluster.
+    pub endpoint: WorkerEndpoint,
+}
+
+/// Two workers that share a request.
+pub struct BootstrapPair {
+    /// The body for both workers.
     pub body: Bytes,
-    /// Who does the prefill.
-    pub prefill: Endpoint,
-    /// The prefill under way.
-    pub mirrored: Mirrored,
+    /// The prefill worker.
+    pub prefill: WorkerEndpoint,
+    /// The running prefill.
+    pub mirrored_prefill: MirroredPrefill,
 }
 
-impl Mirror {
-    /// Has the two workers of a route meet, where the gateway makes the copy; none where there is nobody to meet.
-    pub fn meet(
-        self: &Arc<Self>,
-        given: Given,
-        body: &[u8],
-        route: &Route,
-        router: &Router,
-    ) -> Option<Met> {
-        let to = route.prefill()?.to;
-        let worker = router.fleet().worker(to.rank.worker)?.clone();
-        let mut random = rand::rng();
-        let room = Room::draw(worker.ranks, to.rank.rank, &mut random);
-        let request = format!("warmroute-{:032x}", random.random::<u128>()).into();
-        let (host, port) = worker.meeting_place();
-        let meeting = Meeting {
-            host,
-            port,
-            room,
-            request,
-        };
-        let invited = meeting.invite(body, given.name.as_deref())?;
-        let name = invited.named_by_us.then_some(meeting.request);
-        // Another try needs some time, too.
-        let now = Instant::now();
-        let due = given
-            .due
-            .map_or(now + self.deadline, |due| due.max(now + self.deadline / 2));
-        let mirrored = Mirrored {
-            mirror: self.clone(),
-            worker: to.endpoint,
-            since: std::time::Instant::now(),
-            due: Some(due),
-            names: name.as_ref().map(|name| names(name, body)),
-            begun: None,
-            given: Given {
-                name,
-                due: Some(due),
-                ..given
-            },
-            over: false,
-        };
-        Some(Met {
-            body: invited.body,
-            prefill: to.endpoint,
-            mirrored,
+impl BootstrapPair {
+    /// The endpoint that receives the copy of the gateway; `None` if warmroute sends the copy.
+    pub(super) fn mirror_target(&self) -> Option<MirrorTarget> {
+        let cluster = self.mirrored_prefill.cluster()?;
+        Some(MirrorTarget {
+            cluster,
+            endpoint: self.prefill,
         })
     }
 }
 
-/// What is known of a request whose workers meet, for the case that they have to meet anew.
-#[derive(Clone, Debug)]
-pub struct Given {
-    /// As it was routed.
-    pub(super) request: RouteRequest,
-    /// Prefill workers that had it and failed.
-    pub(super) failed: Vec<WorkerId>,
-    /// What both engines call it, where we gave it that name.
-    pub(super) name: Option<Arc<str>>,
-    /// The client's own, for where warmroute has none for engines.
-    pub(super) credentials: Option<HeaderValue>,
-    /// When its first token has to be there, whatever was tried.
-    pub(super) due: Option<Instant>,
+impl PrefillMirror {
+    /// Draws a room for the two workers of a route, for a copy by the gateway. Returns `None` if
+    /// there is no prefill worker.
+    pub fn bootstrap(
+        self: &Arc<Self>,
+        context: MirrorContext,
+        body: &[u8],
+        route: &Route,
+        router: &Router,
+    ) -> Option<BootstrapPair> {
+        let to = route.prefill()?.to;
+        let worker = router.fleet().worker(to.rank.worker)?.clone();
+        let mut random = rand::rng();
+        let room = BootstrapRoom::draw(worker.ranks, to.rank.rank, &mut random);
+        let request = format!("warmroute-{:032x}", random.random::<u128>()).into();
+        let (host, port) = worker.bootstrap_address();
+        let info = BootstrapInfo {
+            host,
+            port,
+            room,
+            request_id: request,
+        };
+        let bootstrap = info.add_to_body(body, context.request_id.as_deref())?;
+        let name = bootstrap.has_own_request_id.then_some(info.request_id);
+        // A further attempt gets at least half of the timeout.
+        let now = Instant::now();
+        let deadline = context.deadline.map_or(now + self.deadline, |deadline| {
+            deadline.max(now + self.deadline / 2)
+        });
+        let mirrored = MirroredPrefill {
+            mirror: self.clone(),
+            worker: to.endpoint,
+            started: std::time::Instant::now(),
+            deadline: Some(deadline),
+            request_ids: name.as_ref().map(|name| engine_request_ids(name, body)),
+            running: None,
+            context: MirrorContext {
+                request_id: name,
+                deadline: Some(deadline),
+                ..context
+            },
+            is_over: false,
+        };
+        Some(BootstrapPair {
+            body: bootstrap.body,
+            prefill: to.endpoint,
+            mirrored_prefill: mirrored,
+        })
+    }
 }
 
-impl Given {
-    /// A request that has not been tried yet.
+/// State of a mirrored request that a retry needs.
+#[derive(Clone, Debug)]
+pub struct MirrorContext {
+    /// The routed request.
+    pub(super) request: RouteRequest,
+    /// Prefill workers that have failed.
+    pub(super) failed_workers: Vec<WorkerId>,
+    /// The request id in both engines, if warmroute has set it.
+    pub(super) request_id: Option<Arc<str>>,
+    /// Credentials of the client, used if warmroute has none for engines.
+    pub(super) credentials: Option<HeaderValue>,
+    /// Deadline of the first token, over all attempts.
+    pub(super) deadline: Option<Instant>,
+}
+
+impl MirrorContext {
+    /// Creates the state of a first attempt.
     pub fn new(request: RouteRequest, credentials: Option<HeaderValue>) -> Self {
         Self {
             request,
-            failed: Vec::new(),
-            name: None,
+            failed_workers: Vec::new(),
+            request_id: None,
             credentials,
-            due: None,
+            deadline: None,
         }
     }
 }
 
-/// A mirrored prefill under way; dropped before it is over, its engine is told.
+/// A running mirrored prefill. Dropping it before it is over sends an abort.
 #[must_use = "dropping it aborts the prefill"]
-pub struct Mirrored {
-    pub(super) mirror: Arc<Mirror>,
-    /// Who was told to compute, and when.
-    worker: Endpoint,
-    since: std::time::Instant,
-    /// When it has to be over.
-    due: Option<Instant>,
-    /// What engines call it; none where the client gave it its name.
-    names: Option<Arc<[Arc<str>]>>,
-    /// The copy, where it is ours.
-    begun: Option<Begun>,
-    pub(super) given: Given,
-    over: bool,
+pub struct MirroredPrefill {
+    pub(super) mirror: Arc<PrefillMirror>,
+    /// The prefill worker, and the start time.
+    worker: WorkerEndpoint,
+    started: std::time::Instant,
+    /// Deadline of the prefill.
+    deadline: Option<Instant>,
+    /// The request ids in the engines; `None` if the client has set its own.
+    request_ids: Option<Arc<[Arc<str>]>>,
+    /// The copy, if warmroute sends it.
+    running: Option<RunningPrefill>,
+    pub(super) context: MirrorContext,
+    is_over: bool,
 }
 
-/// What is known of a mirrored prefill.
+/// Event of a mirrored prefill.
 #[derive(Debug)]
-pub enum Turn {
-    /// It is done.
+pub enum PrefillEvent {
+    /// The prefill is complete.
     Done,
-    /// It has failed; whoever decodes waits in vain, and has been told.
-    Failed(Failure),
-    /// Nothing came of it in time.
-    Late,
+    /// The prefill has failed. The decode worker receives an abort.
+    Failed(PrefillError),
+    /// The prefill has timed out.
+    TimedOut,
 }
 
-impl Mirrored {
-    /// Envoy's cluster of prefill workers; none where the copy is ours.
-    pub fn cluster(&self) -> Option<Arc<str>> {
-        self.begun.is_none().then(|| self.mirror.cluster.clone())
+impl MirroredPrefill {
+    /// Envoy's cluster of prefill workers; `None` if warmroute sends the copy.
+    fn cluster(&self) -> Option<Arc<str>> {
+        self.running.is_none().then(|| self.mirror.cluster.clone())
     }
 
     /// Whether warmroute sent the copy and receives the response. Otherwise Envoy discards it.
     pub fn receives_response(&self) -> bool {
-        self.begun.is_some()
+        self.running.is_some()
     }
 
-    /// The copy is ours.
-    pub(super) fn carries(&mut self, begun: Begun) {
-        self.begun = Some(begun);
+    /// Attaches the copy that warmroute sends.
+    pub(super) fn attach_copy(&mut self, running: RunningPrefill) {
+        self.running = Some(running);
     }
 
-    /// Completes when something is known of it.
-    pub async fn turn(&mut self) -> Turn {
-        let (due, begun) = (self.due, &mut self.begun);
-        let late = async {
-            match due {
-                Some(due) => sleep_until(due).await,
+    /// Completes at the next event.
+    pub async fn next_event(&mut self) -> PrefillEvent {
+        let deadline = self.deadline;
+        let running = &mut self.running;
+        let timeout = async {
+            match deadline {
+                Some(deadline) => sleep_until(deadline).await,
                 None => std::future::pending().await,
             }
         };
-        let ended = async {
-            match begun {
-                Some(begun) => begun.ended().await,
+        let end = async {
+            match running {
+                Some(running) => running.wait().await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             biased;
-            () = late => {
-                self.due = None;
-                Turn::Late
+            () = timeout => {
+                self.deadline = None;
+                PrefillEvent::TimedOut
             }
-            ended = ended => {
-                self.over = true;
-                match ended {
+            end = end => {
+                self.is_over = true;
+                match end {
                     Ok(()) => {
-                        // How long the answer takes is not to be limited, and another try has its own time.
-                        (self.due, self.given.due) = (None, None);
-                        Turn::Done
+                        // The output has no deadline, and a further attempt has its own.
+                        self.deadline = None;
+                        self.context.deadline = None;
+                        PrefillEvent::Done
                     }
                     Err(failure) => {
-                        debug!(worker = %self.worker, %failure, "a prefill failed");
-                        Turn::Failed(failure)
+                        debug!(worker = %self.worker, %failure, "prefill failed");
+                        PrefillEvent::Failed(failure)
                     }
                 }
             }
         }
     }
 
-    /// The decode worker has what it needs.
-    pub fn over(mut self) {
-        self.mirror.caller.did(self.worker);
+    /// Ends the prefill, because the decode worker has its KV.
+    pub fn complete(mut self) {
+        self.mirror.client.record_completion(self.worker);
         self.end();
     }
 
-    /// It never began.
-    pub(super) fn unbegun(mut self) {
+    /// Ends a prefill that has not started.
+    pub(super) fn discard(mut self) {
         self.end();
     }
 
     fn end(&mut self) {
-        self.over = true;
-        if let Some(begun) = self.begun.take() {
-            begun.over();
+        self.is_over = true;
+        if let Some(running) = self.running.take() {
+            running.detach();
         }
     }
 
-    /// Whether its worker does nothing any longer, as far as we see: it has done nothing for others either.
-    pub fn is_dead(&self) -> bool {
-        !self.mirror.caller.lives(self.worker, self.since)
+    /// Whether the worker has completed no other call since the start.
+    fn is_worker_unresponsive(&self) -> bool {
+        !self
+            .mirror
+            .client
+            .completed_since(self.worker, self.started)
     }
 
-    /// Tells whoever decodes, too, that nobody waits.
-    pub fn abort_decode(&self, worker: Endpoint) {
-        self.tell(worker);
+    /// Handles a failure of the prefill. The decode worker would wait for its timeout; after an
+    /// abort it fails at once, and the gateway can retry.
+    pub fn on_failure(&self, failure: &PrefillError, router: &Router, active: &mut ActiveRequest) {
+        if let Some(outcome) = failure.health_outcome(|| !self.is_worker_unresponsive()) {
+            record_prefill_outcome(router, active, outcome);
+        }
+        self.send_abort(active.placement.route.to.endpoint);
     }
 
-    fn tell(&self, worker: Endpoint) {
-        // Where the process ends there is nobody left to tell by.
+    /// Handles the timeout of the first token: aborts the request at the decode worker.
+    pub fn on_timeout(&self, router: &Router, active: &mut ActiveRequest) {
+        if self.is_worker_unresponsive() {
+            record_prefill_outcome(router, active, WorkerOutcome::Failure);
+        }
+        self.send_abort(active.placement.route.to.endpoint);
+    }
+
+    fn send_abort(&self, worker: WorkerEndpoint) {
+        // At shutdown there is no runtime left.
         if let Ok(runtime) = Handle::try_current() {
             let aborts = &self.mirror.aborts;
-            match &self.names {
+            match &self.request_ids {
                 None => drop(runtime.spawn(aborts.clone().abort(worker, None, None))),
-                Some(names) => {
-                    for name in names.iter() {
+                Some(request_ids) => {
+                    for name in request_ids.iter() {
                         runtime.spawn(aborts.clone().abort(
                             worker,
                             Some(name.clone()),
-                            self.given.credentials.clone(),
+                            self.context.credentials.clone(),
                         ));
                     }
                 }
@@ -251,10 +292,10 @@ impl Mirrored {
     }
 }
 
-impl Drop for Mirrored {
+impl Drop for MirroredPrefill {
     fn drop(&mut self) {
-        if !self.over {
-            self.tell(self.worker);
+        if !self.is_over {
+            self.send_abort(self.worker);
         }
     }
 }

@@ -1,23 +1,24 @@
-//! `self_test:`: whether and how our tokens are compared with the engines'.
+//! `engines.parity_check:`: comparison of tokens with the engines.
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Period, Problem};
+use warmroute_settings::{Period, Problem};
 
-/// `self_test:`.
+/// The `engines.parity_check:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SelfTestConfig {
-    /// Whether workers are asked to tokenise canaries.
+    /// Whether canaries are compared with the engines.
     pub enabled: bool,
-    /// How often.
+    /// Interval between comparisons.
     pub interval: Period,
-    /// How long one question may take.
-    pub deadline: Period,
-    /// Whether the blocks of some real requests are looked for in the events of who computed them.
-    pub traffic: bool,
-    /// How long after the answer.
-    pub grace: Period,
+    /// Timeout of one request to an engine.
+    pub timeout: Period,
+    /// Whether the blocks of sampled requests are compared with the events of the worker that
+    /// computed them.
+    pub sample_requests: bool,
+    /// Delay between the response and the comparison.
+    pub event_delay: Period,
 }
 
 impl Default for SelfTestConfig {
@@ -25,31 +26,31 @@ impl Default for SelfTestConfig {
         Self {
             enabled: true,
             interval: Period::seconds(300),
-            deadline: Period::seconds(5),
-            traffic: true,
-            grace: Period::seconds(2),
+            timeout: Period::seconds(5),
+            sample_requests: true,
+            event_delay: Period::seconds(2),
         }
     }
 }
 
 impl SelfTestConfig {
-    /// Mistakes of meaning.
+    /// Returns semantic errors.
     pub fn problems(&self) -> Vec<Problem> {
         let cases = [
             (
                 "interval",
                 self.interval,
-                "engines would be asked without a pause; the default is 5m",
+                "engines would be queried without a pause; the default is 5m",
             ),
             (
-                "deadline",
-                self.deadline,
-                "no answer could come within 0s; the default is 5s",
+                "timeout",
+                self.timeout,
+                "no response could arrive within 0s; the default is 5s",
             ),
             (
-                "grace",
-                self.grace,
-                "events come after the answer, not with it; the default is 2s",
+                "event_delay",
+                self.event_delay,
+                "events arrive after the response, not with it; the default is 2s",
             ),
         ];
         let zero = cases

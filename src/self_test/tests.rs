@@ -3,37 +3,38 @@ use axum::extract::State;
 use axum::http::{StatusCode, Uri};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use warmroute_core::block::BlockWindows;
+use warmroute_core::worker::WorkerEndpoint;
+use warmroute_engines::engine_client::config::EnginesConfig;
+use warmroute_tokens::prompt;
 
 use super::*;
-use crate::block::Windows;
-use crate::engine_client::config::EnginesConfig;
-use crate::prompt;
-use crate::worker::Endpoint;
 
 const SOON: Duration = Duration::from_secs(30);
 
-/// What an engine does.
+/// Behavior of a simulated engine.
 #[derive(Clone, Copy, PartialEq)]
 enum Engine {
     Right,
-    /// It has no `/tokenize`.
+    /// Has no `/tokenize`.
     RendersOnly,
-    /// It does not render, and reads no documents, efforts and thoughts where it tokenises.
+    /// Does not render, and its `/tokenize` ignores documents, effort and reasoning.
     TokenizesOnly,
-    /// It forgets thoughts.
+    /// Omits reasoning.
     Thoughtless,
-    /// It takes no tools.
+    /// Rejects tools.
     NoTools,
     Denies,
     KnowsNoModel,
-    /// The last token of long prompts is another.
+    /// Returns another last token for long prompts.
     Wrong,
-    /// Long prompts lack their last token.
+    /// Omits the last token of long prompts.
     Short,
 }
 
-/// A template that shows thoughts.
-const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}\
+/// A template that renders reasoning.
+const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ \
+m.reasoning_content }}){% endif %}\
                         {{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 fn encoder() -> Arc<Encoder> {
@@ -82,9 +83,9 @@ async fn answer(
         _ => {}
     }
     let api = if request["messages"].is_null() {
-        Api::Completions
+        ApiKind::Completions
     } else {
-        Api::ChatCompletions
+        ApiKind::ChatCompletions
     };
     let mut tokens = encoder
         .encode(&openai::parse(api, body.as_bytes()).unwrap())
@@ -106,39 +107,42 @@ async fn answer(
     (StatusCode::OK, said.to_string())
 }
 
-async fn verdict(engine: Engine) -> Verdict {
+async fn verdict(engine: Engine) -> CanaryVerdict {
     let encoder = encoder();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = EngineUrl::http(Endpoint(listener.local_addr().unwrap()));
+    let url = EngineUrl::http(WorkerEndpoint(listener.local_addr().unwrap()));
     let routes = Routes::new()
         .fallback(answer)
         .with_state((engine, encoder.clone()));
     let server = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
-    let model = Model {
+    let model = ConfiguredModel {
         name: "m".into(),
         block_size: BlockSize::new(16).unwrap(),
-        windows: Windows::Plain,
+        windows: BlockWindows::Plain,
         media: Default::default(),
         encoder: Some(encoder),
     };
     let client = EngineClient::new(&EnginesConfig::default()).unwrap();
-    let verdict = Subject::new(&model)
+    let verdict = CanarySuite::new(&model)
         .unwrap()
-        .test(&client, &url, SOON)
+        .compare(&client, &url, SOON)
         .await;
     server.abort();
     verdict
 }
 
 #[tokio::test]
-async fn an_engine_with_the_same_tokens_agrees_by_either_way() {
+async fn equal_tokens_agree_by_render_and_tokenize() {
     for engine in [Engine::Right, Engine::RendersOnly, Engine::TokenizesOnly] {
-        let Verdict::Agrees { compared, skipped } = verdict(engine).await else {
+        let CanaryVerdict::Agrees { compared, skipped } = verdict(engine).await else {
             panic!("it differs")
         };
         assert!(compared >= 10, "{compared}");
-        // What `/tokenize` does not read is compared by rendering or not at all.
-        let unread = skipped.values().filter(|why| *why == NOT_READ).count();
+        // Features that `/tokenize` ignores are compared by rendering or not at all.
+        let unread = skipped
+            .values()
+            .filter(|why| *why == RENDER_ONLY_REASON)
+            .count();
         assert_eq!(
             unread,
             if engine == Engine::TokenizesOnly {
@@ -152,21 +156,21 @@ async fn an_engine_with_the_same_tokens_agrees_by_either_way() {
 }
 
 #[tokio::test]
-async fn an_engine_that_forgets_thoughts_is_found_out_where_it_renders() {
-    let Verdict::Differs { difference } = verdict(Engine::Thoughtless).await else {
+async fn omitted_reasoning_is_found_by_rendering() {
+    let CanaryVerdict::Differs { difference } = verdict(Engine::Thoughtless).await else {
         panic!("it is not found")
     };
     assert_eq!(difference.canary.as_deref(), Some("chat_thoughts"));
 }
 
 #[tokio::test]
-async fn what_an_engine_refuses_is_left_out_by_name() {
+async fn rejected_canaries_are_skipped_by_name() {
     let (
-        Verdict::Agrees {
+        CanaryVerdict::Agrees {
             compared: all,
             skipped: before,
         },
-        Verdict::Agrees { compared, skipped },
+        CanaryVerdict::Agrees { compared, skipped },
     ) = (verdict(Engine::Right).await, verdict(Engine::NoTools).await)
     else {
         panic!("it differs")
@@ -176,7 +180,7 @@ async fn what_an_engine_refuses_is_left_out_by_name() {
         .filter(|(_, why)| why.contains("no tools here"))
         .map(|(name, _)| name)
         .collect();
-    // What we cannot render ourselves was left out before.
+    // Canaries that warmroute cannot render are skipped before.
     assert!(
         tools
             .iter()
@@ -187,9 +191,12 @@ async fn what_an_engine_refuses_is_left_out_by_name() {
 }
 
 #[tokio::test]
-async fn one_other_token_at_the_very_end_is_found_and_shown_with_its_surroundings() {
-    for (engine, what) in [(Engine::Wrong, What::Tokens), (Engine::Short, What::Length)] {
-        let Verdict::Differs { difference } = verdict(engine).await else {
+async fn differing_last_token_is_reported_with_context() {
+    for (engine, what) in [
+        (Engine::Wrong, ComparedItem::Tokens),
+        (Engine::Short, ComparedItem::Length),
+    ] {
+        let CanaryVerdict::Differs { difference } = verdict(engine).await else {
             panic!("it is not found")
         };
         assert_eq!(
@@ -206,17 +213,14 @@ async fn one_other_token_at_the_very_end_is_found_and_shown_with_its_surrounding
 }
 
 #[tokio::test]
-async fn who_cannot_be_asked_is_not_punished_and_the_mend_is_named() {
+async fn unavailable_engine_is_untested_with_fix() {
     for (engine, words) in [
-        (Engine::Denies, "engines.token_file"),
+        (Engine::Denies, "engines.http.token_file"),
         (Engine::KnowsNoModel, "does not exist"),
     ] {
-        let Verdict::CannotTest { why, passes } = verdict(engine).await else {
+        let CanaryVerdict::CannotTest { why, is_transient } = verdict(engine).await else {
             panic!("{words}")
         };
-        assert!(
-            why.contains(words) && !passes,
-            "asking often helps nobody: {why}"
-        );
+        assert!(why.contains(words) && !is_transient, "not transient: {why}");
     }
 }

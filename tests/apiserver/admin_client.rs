@@ -1,4 +1,4 @@
-//! Requests of a cluster administrator, in plain HTTP: another client than the one under test.
+//! HTTP client of a cluster administrator, independent of the client under test.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ pub(crate) fn collection(api: &str, namespace: Option<&str>, plural: &str) -> St
 impl AdminClient {
     pub(crate) fn new(port: u16, authority: &str, token: &str) -> anyhow::Result<Self> {
         let authority = reqwest::Certificate::from_pem(authority.as_bytes())?;
-        let http = warmroute::tls::client()
+        let http = warmroute_runtime::tls::http_client_builder()
             .tls_certs_only([authority])
             .timeout(Duration::from_secs(30))
             .build()?;
@@ -72,9 +72,9 @@ impl AdminClient {
         path: &str,
         content: (&str, String),
     ) -> anyhow::Result<Value> {
-        let (status, answer) = self.send(method.clone(), path, content).await?;
-        ensure!(status.is_success(), "{method} {path}: {status} {answer}");
-        Ok(answer)
+        let (status, body) = self.send(method.clone(), path, content).await?;
+        ensure!(status.is_success(), "{method} {path}: {status} {body}");
+        Ok(body)
     }
 
     /// Status and body; an error only without a response.

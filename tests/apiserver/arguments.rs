@@ -1,9 +1,9 @@
-//! The command line of libtest, as far as Cargo and its users pass it to every test target.
+//! Command line of libtest, with the flags that Cargo and users pass to every test target.
 
 /// Runs the cases against a real API server.
 #[derive(Debug, clap::Parser)]
 #[command(disable_version_flag = true)]
-pub(crate) struct Arguments {
+pub(crate) struct SuiteArguments {
     /// Runs only cases whose names contain one of these texts.
     filters: Vec<String>,
     /// Prints the names of the cases.
@@ -61,7 +61,7 @@ struct AcceptedFlags {
     unstable: Vec<String>,
 }
 
-impl Arguments {
+impl SuiteArguments {
     pub(crate) fn selects(&self, name: &str) -> bool {
         let matches = |filter: &String| {
             if self.exact {

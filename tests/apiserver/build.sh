@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds etcd and kube-apiserver from Go modules into DIRECTORY/control-plane-HASH, unless they are there, and prints that folder.
-# Needs Go; about 12 CPU-minutes, once for each version in modules/*/go.mod. A second process waits for the first.
+# Builds etcd and kube-apiserver from Go modules into DIRECTORY/control-plane-HASH, unless they exist, and prints that
+# folder. Requires Go; takes about 12 CPU-minutes for each version in modules/*/go.mod. A second process waits for the
+# first.
 #   tests/apiserver/build.sh DIRECTORY
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -11,15 +11,15 @@ use anyhow::{Context as _, bail, ensure};
 use indexmap::IndexMap;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
 
 use crate::admin_client::{AdminClient, collection};
 use crate::install::ControlPlanePrograms;
-use crate::pki::Authority;
-use crate::support::child::Child;
-use crate::support::ports::{FreePort, Ready, until, wait_ready};
+use crate::pki::TestAuthority;
 
 const ADMIN_TOKEN: &str = "admin-token";
-/// An API server on a busy machine.
+/// Limit for the start of an API server on a busy machine.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// Requests of service accounts, one line for each.
 const AUDIT_POLICY: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
@@ -71,22 +71,23 @@ pub(crate) struct AuditRecord {
     pub(crate) resource: String,
 }
 
-/// The two processes, and the administrator's way to them.
+/// The two processes, with an administrator's client.
 pub(crate) struct TestControlPlane {
     pub(crate) admin: AdminClient,
-    pub(crate) authority: Authority,
+    pub(crate) authority: TestAuthority,
     pub(crate) address: SocketAddr,
     programs: ControlPlanePrograms,
     dir: tempfile::TempDir,
     etcd_ports: [u16; 2],
-    etcd: Mutex<Option<Child>>,
-    api_server: Mutex<Option<Arc<Child>>>,
+    etcd: Mutex<Option<ChildProcess>>,
+    api_server: Mutex<Option<Arc<ChildProcess>>>,
     http: reqwest::Client,
     serial: AtomicU64,
 }
 
 impl TestControlPlane {
-    /// Starts both and waits until the API server is ready; with all definitions of the test data if `install` is set.
+    /// Starts both and waits until the API server is ready; with all definitions of the test data
+    /// if `install` is set.
     pub(crate) async fn start(
         programs: &ControlPlanePrograms,
         install: bool,
@@ -96,9 +97,10 @@ impl TestControlPlane {
             .tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
         let [client, peer, port] =
             [FreePort::find()?, FreePort::find()?, FreePort::find()?].map(FreePort::release);
-        let authority = Authority::new("test-cluster");
+        let authority = TestAuthority::new("test-cluster");
         let file = |name: &str, text: &str| std::fs::write(dir.path().join(name), text);
-        let (serving, signing) = (authority.sign(1), authority.sign(2));
+        let serving = authority.sign(1);
+        let signing = authority.sign(2);
         file("tls.crt", &serving.cert)?;
         file("tls.key", &serving.key)?;
         file("ca.crt", &authority.cert)?;
@@ -118,7 +120,7 @@ impl TestControlPlane {
             etcd_ports: [client, peer],
             etcd: Mutex::default(),
             api_server: Mutex::default(),
-            http: warmroute::tls::client()
+            http: warmroute_runtime::tls::http_client_builder()
                 .timeout(Duration::from_secs(10))
                 .build()?,
             serial: AtomicU64::new(10),
@@ -146,7 +148,7 @@ impl TestControlPlane {
         self.dir.path()
     }
 
-    /// A number that is handed out once.
+    /// Returns a unique number.
     pub(crate) fn next_serial(&self) -> u64 {
         self.serial.fetch_add(1, Ordering::Relaxed)
     }
@@ -155,12 +157,10 @@ impl TestControlPlane {
         format!("http://127.0.0.1:{}{path}", self.etcd_ports[0])
     }
 
-    /// Starts etcd with the data that it had.
+    /// Starts etcd with its previous data.
     pub(crate) async fn start_etcd(&self) -> anyhow::Result<()> {
-        let (client, peer) = (
-            self.etcd_url(""),
-            format!("http://127.0.0.1:{}", self.etcd_ports[1]),
-        );
+        let client = self.etcd_url("");
+        let peer = format!("http://127.0.0.1:{}", self.etcd_ports[1]);
         let mut command = Command::new(&self.programs.etcd);
         command.arg("--data-dir").arg(self.dir.path().join("etcd"));
         command.args(["--name", "test", "--log-level", "warn", "--unsafe-no-fsync"]);
@@ -177,8 +177,13 @@ impl TestControlPlane {
             &peer,
         ]);
         command.args(["--initial-cluster", &format!("test={peer}")]);
-        let child = Child::spawn("etcd", &command, self.dir.path())?;
-        wait_ready(Ready::Http(&self.etcd_url("/health")), START_LIMIT, &child).await?;
+        let child = ChildProcess::spawn("etcd", &command, self.dir.path())?;
+        wait_ready(
+            ReadyCheck::Http(&self.etcd_url("/health")),
+            START_LIMIT,
+            &child,
+        )
+        .await?;
         *self.etcd.lock() = Some(child);
         Ok(())
     }
@@ -218,7 +223,7 @@ impl TestControlPlane {
         Ok(())
     }
 
-    /// Starts the API server where it was and waits until it is ready.
+    /// Starts the API server at the same address and waits until it is ready.
     pub(crate) async fn start_api_server(&self, flags: &[&str]) -> anyhow::Result<()> {
         let child = Arc::new(self.spawn_api_server(flags)?);
         *self.api_server.lock() = Some(child.clone());
@@ -239,7 +244,7 @@ impl TestControlPlane {
         Ok(())
     }
 
-    fn spawn_api_server(&self, flags: &[&str]) -> anyhow::Result<Child> {
+    fn spawn_api_server(&self, flags: &[&str]) -> anyhow::Result<ChildProcess> {
         let file = |name: &str| self.dir.path().join(name);
         let mut command = Command::new(&self.programs.api_server);
         let port = self.address.port().to_string();
@@ -277,10 +282,10 @@ impl TestControlPlane {
         for (flag, name) in files {
             command.arg(flag).arg(file(name));
         }
-        Child::spawn("kube-apiserver", command.args(flags), self.dir.path())
+        ChildProcess::spawn("kube-apiserver", command.args(flags), self.dir.path())
     }
 
-    fn running(&self) -> anyhow::Result<Arc<Child>> {
+    fn running(&self) -> anyhow::Result<Arc<ChildProcess>> {
         self.api_server.lock().clone().context("no API server runs")
     }
 
@@ -289,7 +294,8 @@ impl TestControlPlane {
         self.stop_api_server(Duration::ZERO).await
     }
 
-    /// Ends the API server with SIGTERM, and after the grace period with SIGKILL, as a kubelet does.
+    /// Ends the API server with SIGTERM, and after the grace period with SIGKILL, as a kubelet
+    /// does.
     pub(crate) async fn stop_api_server(&self, grace: Duration) -> anyhow::Result<()> {
         let Some(child) = self.api_server.lock().take() else {
             bail!("no API server runs")
@@ -307,7 +313,7 @@ impl TestControlPlane {
         Ok(())
     }
 
-    /// Both run again after a case that failed half way.
+    /// Restarts or thaws the processes after a failed case.
     pub(crate) async fn recover(&self) -> anyhow::Result<()> {
         if self.etcd.lock().is_none() {
             self.start_etcd().await?;
@@ -397,7 +403,7 @@ impl TestControlPlane {
 
 impl Drop for TestControlPlane {
     fn drop(&mut self) {
-        // Nothing of it is needed any longer, and a graceful end takes seconds.
+        // A graceful shutdown takes seconds, and no data is needed afterwards.
         if let Some(child) = self.api_server.get_mut() {
             child.kill9();
         }

@@ -1,9 +1,10 @@
-//! etcd and kube-apiserver: named by `ETCD_BIN` and `KUBE_APISERVER_BIN`, else built with Go under Cargo's target directory.
+//! etcd and kube-apiserver: named by `ETCD_BIN` and `KUBE_APISERVER_BIN`, else built with Go under
+//! Cargo's target directory.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::support::installed::{environment, is_executable, on_path, target_dir};
+use warmroute_testbed::programs::{environment, find_on_path, is_executable, target_dir};
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/apiserver/build.sh");
 
@@ -14,7 +15,7 @@ pub(crate) struct ControlPlanePrograms {
     pub(crate) api_server: PathBuf,
 }
 
-/// Why the suite cannot run.
+/// Reason that the suite cannot run.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MissingProgramError {
     #[error("{variable} is {}, which is not an executable file", path.display())]
@@ -31,7 +32,7 @@ pub(crate) enum MissingProgramError {
 }
 
 impl MissingProgramError {
-    /// Whether the machine should have been able to run the suite.
+    /// True if the machine should be able to run the suite.
     pub(crate) fn is_failure(&self) -> bool {
         match self {
             Self::NotExecutable { .. } => true,
@@ -48,11 +49,11 @@ pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
         try_mount()?;
         return Ok(ControlPlanePrograms { etcd, api_server });
     }
-    // Before the build, which takes minutes. A machine without Go is reported as such.
-    if on_path("go").is_some() {
+    // Checked before the build, which takes minutes, to report a missing Go.
+    if find_on_path("go").is_some() {
         try_mount()?;
     }
-    let folder = build().map_err(|error| match on_path("go") {
+    let folder = build().map_err(|error| match find_on_path("go") {
         Some(_) => MissingProgramError::BuildFailed(error),
         None => MissingProgramError::GoMissing,
     })?;
@@ -72,7 +73,8 @@ fn named(variable: &'static str) -> Result<Option<PathBuf>, MissingProgramError>
     }
 }
 
-/// Runs the script, which builds nothing if the programs are there, and waits for another process that builds them.
+/// Runs the script, which builds nothing if the programs are there, and waits for another process
+/// that builds them.
 fn build() -> Result<PathBuf, String> {
     let target = target_dir().map_err(|error| error.to_string())?;
     let mut command = Command::new("bash");

@@ -16,11 +16,11 @@ const RBAC_API: &str = "rbac.authorization.k8s.io/v1";
 /// Rules of the Role.
 #[derive(Clone, Debug)]
 pub(crate) enum RoleRules {
-    /// As shipped.
+    /// The shipped Role.
     Shipped,
     /// With the rule of the shipped file that is commented out.
     WithOptionalKinds,
-    /// These.
+    /// Explicit rules.
     Rules(Value),
 }
 
@@ -208,7 +208,7 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// Deletes a pod with grace: it stays until it is removed, as no kubelet ends it.
+    /// Deletes a pod gracefully: without a kubelet, it remains until it is removed.
     pub(crate) async fn delete_pod(&self, name: &str) -> anyhow::Result<()> {
         self.plane
             .admin
@@ -217,7 +217,7 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// Removes a pod at once.
+    /// Deletes a pod without a grace period.
     pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
         self.plane
             .admin
@@ -229,7 +229,7 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// A new token of the service account, as a pod has it.
+    /// Creates a token of the service account, as for a pod.
     pub(crate) async fn token(&self) -> anyhow::Result<String> {
         let path = format!("{}/warmroute/token", self.path("v1", "serviceaccounts"));
         let request =
@@ -241,7 +241,7 @@ impl TestNamespace {
             .to_owned())
     }
 
-    /// Makes all tokens of the service account invalid.
+    /// Revokes all tokens of the service account.
     pub(crate) async fn revoke_tokens(&self) -> anyhow::Result<()> {
         let path = self.path("v1", "serviceaccounts");
         self.plane
@@ -255,7 +255,7 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// What a kubelet mounts.
+    /// Files that a kubelet mounts.
     pub(crate) async fn account(&self) -> anyhow::Result<MountedAccount> {
         let ca = self.plane.authority.cert.clone();
         Ok(MountedAccount {

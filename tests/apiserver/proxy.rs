@@ -1,4 +1,5 @@
-//! A TLS proxy between warmroute and the API server, which can fail in the ways of a network and of a load balancer.
+//! TLS proxy between warmroute and the API server that injects faults of a network and of a load
+//! balancer.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -15,25 +16,25 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::control_plane::TestControlPlane;
-use crate::pki::Authority;
+use crate::pki::TestAuthority;
 
-/// What happens to requests.
+/// Treatment of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProxyMode {
-    /// Passes bytes on.
+    /// Forwards bytes.
     Pass,
-    /// Accepts connections and bytes, and passes nothing on.
+    /// Accepts connections and bytes, and forwards nothing.
     Hold,
     /// Closes every connection.
     Cut,
-    /// Answers every request with this status.
+    /// Responds to every request with this status.
     Status(u16),
 }
 
 #[derive(Clone, Copy, Debug)]
 struct ProxyState {
     mode: ProxyMode,
-    /// Connections before this one pass nothing on for ever.
+    /// Connections before this number never forward anything again.
     dead_before: u64,
 }
 
@@ -105,8 +106,8 @@ impl ApiProxy {
         self.state.send_modify(|state| state.mode = mode);
     }
 
-    /// Ends all connections, and shows new ones a certificate of another authority.
-    pub(crate) async fn change_authority(&self, authority: &Authority) -> anyhow::Result<()> {
+    /// Closes all connections, and uses a certificate of another authority for new ones.
+    pub(crate) async fn change_authority(&self, authority: &TestAuthority) -> anyhow::Result<()> {
         *self.link.acceptor.lock() = acceptor(authority)?;
         self.set(ProxyMode::Cut);
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -114,7 +115,7 @@ impl ApiProxy {
         Ok(())
     }
 
-    /// Connections so far pass nothing on for ever; later ones work.
+    /// Existing connections never forward anything again; later ones work.
     pub(crate) fn kill_silently(&self) {
         let dead_before = *self.connections.borrow();
         self.state.send_modify(|state| {
@@ -126,7 +127,7 @@ impl ApiProxy {
     }
 }
 
-fn acceptor(authority: &Authority) -> anyhow::Result<TlsAcceptor> {
+fn acceptor(authority: &TestAuthority) -> anyhow::Result<TlsAcceptor> {
     let pair = authority.sign(1);
     let config = rustls::ServerConfig::builder_with_provider(Arc::new(
         rustls::crypto::ring::default_provider(),
@@ -150,7 +151,8 @@ async fn accept(
     while let Ok((socket, _)) = listener.accept().await {
         let connection = *accepted_tx.borrow();
         accepted_tx.send_replace(connection + 1);
-        let (link, state) = (link.clone(), state.subscribe());
+        let link = link.clone();
+        let state = state.subscribe();
         running.spawn(async move { _ = serve(socket, connection, &link, state).await });
     }
 }
@@ -195,7 +197,7 @@ async fn serve(
     }
 }
 
-/// Copies until the end, and stands still while the connection is held.
+/// Copies until the end of the stream, and pauses while the connection is held.
 async fn pump(
     mut from: impl AsyncRead + Unpin,
     mut into: impl AsyncWrite + Unpin,

@@ -1,4 +1,4 @@
-//! warmroute as it runs in a pod: the real program, which finds its service account where a kubelet mounts it.
+//! The real warmroute program as in a pod, with its service account mounted as by a kubelet.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -9,17 +9,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use serde_json::{Value, json};
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::ports::{FreePort, until};
 
-use crate::support::child::Child;
-use crate::support::ports::{FreePort, until};
-
-/// Far more than a reaction takes that is not delayed on purpose.
+/// Limit that is much longer than any reaction without an intended delay.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 /// Unit of CPU times in `/proc`, the same on every Linux.
 const USER_HZ: u64 = 100;
 const POLL: Duration = Duration::from_millis(20);
 const CONFIG: &str = include_str!("../../examples/kubernetes/gateway-api/warmroute-config.yaml");
-/// In a mount namespace of its own: hides a service account of the machine, and mounts the folder `$0` unless it is empty.
+/// In a mount namespace of its own: hides a service account of the machine, and mounts the folder
+/// `$0` unless it is empty.
 const MOUNT_SCRIPT: &str = r#"set -e
 mount -t tmpfs tmpfs /var/run
 if [ -n "$0" ]; then
@@ -37,7 +37,7 @@ fn in_mount_namespace(folder: &str) -> Command {
     command
 }
 
-/// Whether a service account can be mounted here.
+/// True if this machine allows mounting a service account.
 pub(crate) fn try_mount() -> Result<(), String> {
     let output = in_mount_namespace("/")
         .arg("true")
@@ -59,7 +59,8 @@ pub(crate) struct MountedAccount {
     pub(crate) namespace: String,
 }
 
-/// The folder, written as a kubelet does: files are links into `..data`, which is swapped by a rename.
+/// The folder, written as a kubelet does: files are links into `..data`, which is swapped by a
+/// rename.
 struct AccountVolume {
     folder: PathBuf,
     versions: u32,
@@ -93,10 +94,10 @@ impl AccountVolume {
     }
 }
 
-/// Where and how warmroute runs.
+/// Environment and configuration of a warmroute process.
 pub(crate) struct RouterOptions {
     pub(crate) api_server: SocketAddr,
-    /// None: nothing is mounted.
+    /// Mounted service account, if any.
     pub(crate) account: Option<MountedAccount>,
     /// Merged into the shipped configuration; null removes a key.
     pub(crate) config: Value,
@@ -105,7 +106,7 @@ pub(crate) struct RouterOptions {
 
 /// A running warmroute.
 pub(crate) struct RouterProcess {
-    child: Child,
+    child: ChildProcess,
     command: Command,
     volume: Option<AccountVolume>,
     dir: tempfile::TempDir,
@@ -130,25 +131,23 @@ impl RouterProcess {
         };
         let mut config = shipped_config()?;
         let own = json!({
-            "listen": null,
-            "admin": null,
+            "listeners": {"ext_proc": null, "admin": null},
             "replicas": null,
-            "drain": {"grace": "0s", "deadline": "1s"},
-            // No engine answers at the addresses of the pods.
-            "learn": {"enabled": false},
-            "self_test": {"enabled": false},
+            "process": {"drain": {"grace_period": "0s", "timeout": "1s"}},
+            // No engines run at the addresses of the pods.
+            "engines": {"discovery": {"enabled": false}, "parity_check": {"enabled": false}},
         });
         merge(&mut config, &own);
-        config["listen"] = json!({"tcp": format!("127.0.0.1:{ext_proc}")});
-        config["admin"] = json!({"listen": format!("127.0.0.1:{admin}")});
+        config["listeners"]["ext_proc"] = json!({"address": format!("127.0.0.1:{ext_proc}")});
+        config["listeners"]["admin"] = json!({"address": format!("127.0.0.1:{admin}")});
         merge(&mut config, &options.config);
         let path = dir.path().join("warmroute.yaml");
         fs::write(&path, config.to_string())?;
         let command = pod_command(&volume, &options, dir.path());
         let mut serve = clone_command(&command);
         serve.arg("serve").arg("--config").arg(&path);
-        let child = Child::spawn("warmroute", &serve, dir.path())?;
-        let http = warmroute::tls::client()
+        let child = ChildProcess::spawn("warmroute", &serve, dir.path())?;
+        let http = warmroute_runtime::tls::http_client_builder()
             .timeout(Duration::from_secs(5))
             .build()?;
         let router = Self {
@@ -187,11 +186,11 @@ impl RouterProcess {
             .arg("serve")
             .arg("--config")
             .arg(self.dir.path().join("warmroute.yaml"));
-        self.child = Child::spawn("warmroute", &serve, self.dir.path())?;
+        self.child = ChildProcess::spawn("warmroute", &serve, self.dir.path())?;
         self.wait_admin().await
     }
 
-    /// Runs another command of warmroute in the same pod; its exit code and output.
+    /// Runs another command of warmroute in the same pod and returns its exit code and output.
     pub(crate) async fn run(&self, arguments: &[&str]) -> anyhow::Result<(i32, String)> {
         let mut command = tokio::process::Command::from(clone_command(&self.command));
         command
@@ -273,7 +272,7 @@ impl RouterProcess {
         let url = format!(
             "http://127.0.0.1:{}{}",
             self.admin,
-            warmroute::admin::explain::PAGE
+            warmroute::admin::explain::EXPLAIN_PATH
         );
         Ok(self
             .http
@@ -313,7 +312,7 @@ impl RouterProcess {
         Ok(fleet)
     }
 
-    /// Waits for a fleet; how long that took.
+    /// Waits for a fleet and returns the elapsed time.
     pub(crate) async fn wait_fleet(&self, expected: &[&str]) -> anyhow::Result<Duration> {
         self.wait_fleet_within(PATIENCE, expected).await
     }
@@ -341,7 +340,7 @@ impl RouterProcess {
         }
     }
 
-    /// Asserts that the fleet stays as it is for a while.
+    /// Asserts that the fleet does not change for a period.
     pub(crate) async fn keeps_fleet(
         &self,
         period: Duration,
@@ -397,7 +396,7 @@ impl RouterProcess {
         Ok(value.context("no such source")? == 1.0)
     }
 
-    /// Waits until `discovery_up` of a pool has a value; how long that took.
+    /// Waits until `discovery_up` of a pool has a value, and returns the elapsed time.
     pub(crate) async fn wait_up(
         &self,
         pool: &str,
@@ -426,7 +425,7 @@ impl RouterProcess {
             .is_ok_and(|answer| answer.status().is_success())
     }
 
-    /// Waits until `/debug/cluster` contains a text; how long that took.
+    /// Waits until `/debug/cluster` contains a text, and returns the elapsed time.
     pub(crate) async fn wait_cluster(&self, text: &str) -> anyhow::Result<Duration> {
         let began = Instant::now();
         let page = async || self.page("debug/cluster").await.unwrap_or_default();
@@ -443,7 +442,7 @@ impl RouterProcess {
 
 impl Drop for RouterProcess {
     fn drop(&mut self) {
-        // Nothing of it is needed any longer, and it need not drain.
+        // The process need not drain.
         self.child.kill9();
     }
 }
@@ -489,7 +488,7 @@ fn clone_command(command: &Command) -> Command {
     clone
 }
 
-/// The configuration of the shipped ConfigMap without what has no counterpart on the loopback.
+/// Configuration of the shipped ConfigMap without parts that do not work on the loopback.
 fn shipped_config() -> anyhow::Result<Value> {
     let map: Value = serde_saphyr::from_str(CONFIG)?;
     let text = map["data"]["warmroute.yaml"]
@@ -497,7 +496,7 @@ fn shipped_config() -> anyhow::Result<Value> {
         .context("the ConfigMap has no warmroute.yaml")?;
     let mut config: Value = serde_saphyr::from_str(text)?;
     let worker = config
-        .pointer_mut("/kubernetes/pools/0/worker")
+        .pointer_mut("/workers/kubernetes/pools/0/worker")
         .context("the configuration has no worker")?;
     merge(worker, &json!({"kv_events": null}));
     let model = config

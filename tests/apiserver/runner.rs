@@ -1,4 +1,4 @@
-//! Runs cases side by side and prints a table: what each has seen, how long it took, and the verdict.
+//! Runs cases concurrently and prints a table of observations, durations and verdicts.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use tokio::task::{JoinSet, LocalSet};
 use crate::control_plane::TestControlPlane;
 use crate::install::ControlPlanePrograms;
 
-/// No case takes longer.
+/// Time limit of a case.
 const CASE_LIMIT: Duration = Duration::from_secs(110);
-/// Cases that share an API server and run at the same time.
-const SIDE_BY_SIDE: usize = 8;
+/// Maximum number of concurrent cases on a shared API server.
+const MAX_CONCURRENT_CASES: usize = 8;
 
 /// The text of the column `seen`.
 pub(crate) type CaseResult = anyhow::Result<String>;
 
-/// Which API server a case runs against.
+/// Control plane that a case runs against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PlaneKind {
     /// Case stays in a namespace of its own.
@@ -141,7 +141,7 @@ async fn run_plane(
         }
     };
     let permits = Arc::new(Semaphore::new(if kind == PlaneKind::Shared {
-        SIDE_BY_SIDE
+        MAX_CONCURRENT_CASES
     } else {
         1
     }));
@@ -164,7 +164,7 @@ async fn run_plane(
         let reports_tx = reports_tx.clone();
         running.spawn_local(async move {
             let began = Instant::now();
-            // A panic ends the inner task only.
+            // The inner task contains a panic.
             let finished =
                 tokio::task::spawn_local(tokio::time::timeout(CASE_LIMIT, run(plane))).await;
             let result = match finished {

@@ -36,7 +36,7 @@ impl TrafficCounters {
     }
 }
 
-/// Exchanges without end, until it is dropped.
+/// Exchanges in a background task until it is dropped.
 pub(crate) struct SteadyTraffic {
     counters: Arc<Mutex<TrafficCounters>>,
     task: JoinHandle<()>,
@@ -49,7 +49,7 @@ impl Drop for SteadyTraffic {
 }
 
 impl SteadyTraffic {
-    /// Starts it; each exchange has to be sent to one of the endpoints.
+    /// Starts the traffic; every exchange must be routed to one of the endpoints.
     pub(crate) async fn start(router: &RouterProcess, endpoints: &[&str]) -> anyhow::Result<Self> {
         let channel = channel(router).await?;
         let endpoints: Vec<String> = endpoints
@@ -78,7 +78,7 @@ impl SteadyTraffic {
         Ok(Self { counters, task })
     }
 
-    /// Exchanges so far, all of which were routed.
+    /// Number of exchanges so far; an error if one was not routed.
     pub(crate) fn routed(&self) -> anyhow::Result<usize> {
         let counters = self.counters.lock();
         ensure!(

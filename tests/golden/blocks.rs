@@ -1,18 +1,18 @@
 //! Hashes of blocks and of multimodal objects.
 
 use serde::Deserialize;
-use warmroute::block::hash::{Content, Windows, locals};
-use warmroute::block::multimodal::{BlockObject, ObjectHash, PromptObject, objects_by_block};
-use warmroute::block::salt::SEED;
-use warmroute::block::{BlockHashes, LocalHash, Salt, SequenceHash};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::hash::{self, BlockWindows, PromptContent};
+use warmroute_core::block::multimodal::{BlockObject, ObjectHash, PromptObject, objects_by_block};
+use warmroute_core::block::salt::SEED;
+use warmroute_core::block::{BlockHashes, CacheSalt, LocalHash, SequenceHash};
+use warmroute_core::worker::BlockSize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::frame::{Report, run_cases};
+use super::frame::{CheckReport, run_cases};
 
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
-enum Case {
+enum BlockCase {
     BlockHash {
         description: String,
         tokens: Vec<u32>,
@@ -47,14 +47,14 @@ enum Case {
         description: String,
         block_size: u32,
         total_tokens: usize,
-        objects: Vec<Object>,
-        blocks: Vec<Option<Vec<Object>>>,
+        objects: Vec<MediaObject>,
+        blocks: Vec<Option<Vec<MediaObject>>>,
     },
 }
 
 #[derive(Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
-struct Object {
+struct MediaObject {
     mm_hash: u64,
     offsets: Vec<[usize; 2]>,
 }
@@ -67,7 +67,11 @@ fn hexes(texts: &[String]) -> Vec<u64> {
     texts.iter().map(|text| hex(text)).collect()
 }
 
-fn by_block(tokens: usize, block_size: BlockSize, objects: &[Object]) -> Vec<Vec<Object>> {
+fn by_block(
+    tokens: usize,
+    block_size: BlockSize,
+    objects: &[MediaObject],
+) -> Vec<Vec<MediaObject>> {
     let prompt = objects.iter().map(|object| PromptObject {
         object: ObjectHash(object.mm_hash),
         ranges: object
@@ -78,7 +82,7 @@ fn by_block(tokens: usize, block_size: BlockSize, objects: &[Object]) -> Vec<Vec
     });
     let cut = objects_by_block(tokens, block_size, &prompt.collect::<Vec<_>>());
     let shown = |block: Vec<BlockObject>| {
-        block.into_iter().map(|entry| Object {
+        block.into_iter().map(|entry| MediaObject {
             mm_hash: entry.object.0,
             offsets: entry
                 .offsets
@@ -92,7 +96,8 @@ fn by_block(tokens: usize, block_size: BlockSize, objects: &[Object]) -> Vec<Vec
         .collect()
 }
 
-/// Objects that mark these blocks and no other; none if a block is marked twice by one object, which no request does.
+/// Returns objects in exactly these blocks, or `None` if one object is in a block twice, which no
+/// request does.
 fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<PromptObject>> {
     let mut objects: Vec<PromptObject> = Vec::new();
     for (block, hashes) in by_block.iter().enumerate() {
@@ -113,128 +118,69 @@ fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<Pr
     Some(objects)
 }
 
-/// The helper functions are called by what they are given.
-fn name(case: &Case) -> String {
+/// Names a case by the arguments of its function.
+fn name(case: &BlockCase) -> String {
     match case {
-        Case::BlockHash { description, .. } | Case::RequestMmToBlockMm { description, .. } => {
-            description.clone()
-        }
-        Case::RawBytesHash {
+        BlockCase::BlockHash { description, .. }
+        | BlockCase::RequestMmToBlockMm { description, .. } => description.clone(),
+        BlockCase::RawBytesHash {
             description, utf8, ..
         } => format!("{description}: {utf8:?}"),
-        Case::ChainStep {
+        BlockCase::ChainStep {
             parent_sequence_hash,
             block_hash,
             ..
         } => format!("{parent_sequence_hash} then {block_hash}"),
-        Case::MmIdentifierHash { identifier, .. } => format!("object hash of {identifier:?}"),
-        Case::MmPadValue { mm_hash, .. } => format!("pad token of {mm_hash}"),
+        BlockCase::MmIdentifierHash { identifier, .. } => format!("object hash of {identifier:?}"),
+        BlockCase::MmPadValue { mm_hash, .. } => format!("pad token of {mm_hash}"),
     }
 }
 
-pub(crate) fn run(text: &str) -> Report {
+pub(crate) fn run(text: &str) -> CheckReport {
     run_cases(text, &[], name, |case, _| check(case))
 }
 
-fn check(case: Case) {
+fn check(case: BlockCase) {
     match case {
-        Case::BlockHash {
+        BlockCase::BlockHash {
             description,
             block_size: 0,
             local_hashes,
             ..
         } => {
-            assert_eq!(
-                (BlockSize::new(0), local_hashes.len()),
-                (None, 0),
-                "{description}"
-            );
+            assert_eq!(BlockSize::new(0), None, "{description}");
+            assert!(local_hashes.is_empty(), "{description}");
         }
-        Case::BlockHash {
-            description,
-            tokens,
-            block_size,
-            lora_name,
-            cache_namespace,
-            block_mm_hashes,
-            is_eagle,
-            block_seed,
-            local_hashes,
-            sequence_hashes,
-        } => {
-            let salt = Salt {
-                lora: lora_name,
-                cache: cache_namespace,
-            };
-            let windows = if is_eagle == Some(true) {
-                Windows::Eagle
-            } else {
-                Windows::Plain
-            };
-            let objects = block_mm_hashes.unwrap_or_default();
-            let objects: Vec<_> = objects
-                .iter()
-                .map(|block| hexes(block.as_deref().unwrap_or(&[])))
-                .collect();
-            let block_size = BlockSize::new(block_size).unwrap();
-            let locals = locals(&tokens, block_size, &salt, windows, &objects);
-            let hashes = BlockHashes::chain(tokens.len(), block_size, locals);
-            assert_eq!(salt.seed(), hex(&block_seed), "{description}");
-            let ours: Vec<u64> = hashes.locals().iter().map(|hash| hash.0).collect();
-            assert_eq!(ours, hexes(&local_hashes), "{description}");
-            let ours: Vec<u64> = hashes.sequences().iter().map(|hash| hash.0).collect();
-            assert_eq!(ours, hexes(&sequence_hashes), "{description}");
-            if let Some(objects) = prompt_objects(&objects, block_size) {
-                let content = Content {
-                    tokens: &tokens,
-                    salt: &salt,
-                    windows,
-                    objects: &objects,
-                };
-                assert_eq!(
-                    BlockHashes::of_content(&content, block_size),
-                    hashes,
-                    "{description}"
-                );
-            }
+        BlockCase::BlockHash { .. } => check_block_hashes(case),
+        BlockCase::RawBytesHash { utf8, hash, .. } => {
+            let found = xxh3_64_with_seed(utf8.as_bytes(), SEED);
+            assert_eq!(found, hex(&hash), "{utf8}");
         }
-        Case::RawBytesHash { utf8, hash, .. } => {
-            assert_eq!(
-                xxh3_64_with_seed(utf8.as_bytes(), SEED),
-                hex(&hash),
-                "{utf8}"
-            );
-        }
-        Case::ChainStep {
+        BlockCase::ChainStep {
             parent_sequence_hash,
             block_hash,
             next_sequence_hash,
         } => {
-            let next = SequenceHash(hex(&parent_sequence_hash)).then(LocalHash(hex(&block_hash)));
-            assert_eq!(
-                next,
-                SequenceHash(hex(&next_sequence_hash)),
-                "{parent_sequence_hash} {block_hash}"
-            );
+            let next = SequenceHash(hex(&parent_sequence_hash)).child(LocalHash(hex(&block_hash)));
+            let expected = SequenceHash(hex(&next_sequence_hash));
+            assert_eq!(next, expected, "{parent_sequence_hash} {block_hash}");
         }
-        Case::MmIdentifierHash {
+        BlockCase::MmIdentifierHash {
             identifier,
             mm_hash,
         } => {
             let expected = mm_hash.map(|hash| ObjectHash(hex(&hash)));
-            assert_eq!(ObjectHash::of(&identifier), expected, "{identifier}");
+            let found = ObjectHash::from_identifier(&identifier);
+            assert_eq!(found, expected, "{identifier}");
         }
-        Case::MmPadValue {
+        BlockCase::MmPadValue {
             mm_hash,
             pad_value_token,
         } => {
-            assert_eq!(
-                ObjectHash(hex(&mm_hash)).pad_token(),
-                pad_value_token,
-                "{mm_hash}"
-            );
+            let found = ObjectHash(hex(&mm_hash)).pad_token();
+            assert_eq!(found, pad_value_token, "{mm_hash}");
         }
-        Case::RequestMmToBlockMm {
+        BlockCase::RequestMmToBlockMm {
             description,
             block_size,
             total_tokens,
@@ -242,9 +188,62 @@ fn check(case: Case) {
             blocks,
         } => {
             let ours = by_block(total_tokens, BlockSize::new(block_size).unwrap(), &objects);
-            let expected: Vec<Vec<Object>> =
+            let expected: Vec<Vec<MediaObject>> =
                 blocks.into_iter().map(Option::unwrap_or_default).collect();
             assert_eq!(ours, expected, "{description}");
         }
+    }
+}
+
+fn check_block_hashes(case: BlockCase) {
+    let BlockCase::BlockHash {
+        description,
+        tokens,
+        block_size,
+        lora_name,
+        cache_namespace,
+        block_mm_hashes,
+        is_eagle,
+        block_seed,
+        local_hashes,
+        sequence_hashes,
+    } = case
+    else {
+        panic!("no block hashes");
+    };
+    let salt = CacheSalt {
+        lora: lora_name,
+        cache: cache_namespace,
+    };
+    let windows = if is_eagle == Some(true) {
+        BlockWindows::Eagle
+    } else {
+        BlockWindows::Plain
+    };
+    let objects = block_mm_hashes.unwrap_or_default();
+    let objects: Vec<_> = objects
+        .iter()
+        .map(|block| hexes(block.as_deref().unwrap_or(&[])))
+        .collect();
+    let block_size = BlockSize::new(block_size).unwrap();
+    let locals = hash::local_hashes(&tokens, block_size, &salt, windows, &objects);
+    let hashes = BlockHashes::from_locals(tokens.len(), block_size, locals);
+    assert_eq!(salt.seed(), hex(&block_seed), "{description}");
+    let ours: Vec<u64> = hashes.locals().iter().map(|hash| hash.0).collect();
+    assert_eq!(ours, hexes(&local_hashes), "{description}");
+    let ours: Vec<u64> = hashes.sequences().iter().map(|hash| hash.0).collect();
+    assert_eq!(ours, hexes(&sequence_hashes), "{description}");
+    if let Some(objects) = prompt_objects(&objects, block_size) {
+        let content = PromptContent {
+            tokens: &tokens,
+            salt: &salt,
+            windows,
+            objects: &objects,
+        };
+        assert_eq!(
+            BlockHashes::from_content(&content, block_size),
+            hashes,
+            "{description}"
+        );
     }
 }

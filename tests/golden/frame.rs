@@ -1,4 +1,5 @@
-//! What all formats share: reading a file case by case, comparing answers, and holding the deviations against their table.
+//! Shared code of all formats: running the cases of a file, comparing answers, and checking
+//! deviations against their table.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -10,22 +11,22 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A place where we mean to answer something else.
+/// An intended difference.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Deviation {
-    /// The case.
+pub(crate) struct GoldenDeviation {
+    /// Name of the case.
     pub(crate) case: &'static str,
-    /// The place in it, as the check calls it.
+    /// Name of the compared field.
     pub(crate) at: &'static str,
-    /// What we answer, as JSON.
+    /// This router's answer as JSON.
     pub(crate) ours: &'static str,
-    /// What the file says, as JSON.
+    /// Expected answer in the file as JSON.
     pub(crate) theirs: &'static str,
-    /// Why.
+    /// Reason of the difference.
     pub(crate) reason: &'static str,
 }
 
-impl fmt::Display for Deviation {
+impl fmt::Display for GoldenDeviation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             case, at, reason, ..
@@ -34,20 +35,20 @@ impl fmt::Display for Deviation {
     }
 }
 
-/// What became of one file.
+/// Result of one file.
 #[derive(Debug, Default)]
-pub(crate) struct Report {
+pub(crate) struct CheckReport {
     pub(crate) run: usize,
     pub(crate) passed: usize,
-    /// The deviations that were met.
-    pub(crate) deviations: Vec<Deviation>,
-    /// Cases in the table of deviations that the file does not have.
+    /// Deviations that occurred.
+    pub(crate) deviations: Vec<GoldenDeviation>,
+    /// Cases in the deviation table that the file does not contain.
     pub(crate) absent: BTreeSet<&'static str>,
     pub(crate) failures: Vec<String>,
 }
 
-impl Report {
-    /// Cases that differ on purpose, and in nothing else.
+impl CheckReport {
+    /// Returns the number of cases that differ only as intended.
     pub(crate) fn deviating(&self) -> usize {
         self.deviations
             .iter()
@@ -57,15 +58,15 @@ impl Report {
     }
 }
 
-/// The comparisons of one case.
-pub(crate) struct Check {
-    allowed: Vec<Deviation>,
-    met: Vec<Deviation>,
+/// Comparisons of one case.
+pub(crate) struct CaseCheck {
+    allowed: Vec<GoldenDeviation>,
+    met: Vec<GoldenDeviation>,
     failures: Vec<String>,
 }
 
-impl Check {
-    /// Holds our answer against theirs.
+impl CaseCheck {
+    /// Compares an answer with the expected one.
     pub(crate) fn same(
         &mut self,
         at: impl fmt::Display,
@@ -73,10 +74,8 @@ impl Check {
         theirs: impl Serialize,
     ) {
         let at = at.to_string();
-        let (ours, theirs) = (
-            serde_json::to_value(ours).unwrap(),
-            serde_json::to_value(theirs).unwrap(),
-        );
+        let ours = serde_json::to_value(ours).unwrap();
+        let theirs = serde_json::to_value(theirs).unwrap();
         let meant = self.allowed.iter().find(|deviation| deviation.at == at);
         match meant {
             None if ours == theirs => {}
@@ -103,7 +102,7 @@ impl Check {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct GoldenFile {
     case_count: usize,
     cases: Vec<Value>,
     #[serde(rename = "notes")]
@@ -112,18 +111,18 @@ struct File {
     _source: String,
 }
 
-/// Runs all cases of a file: `name` says what a case is called, `check` compares.
+/// Runs all cases of a file with `check`; `name` returns a case's name.
 pub(crate) fn run_cases<C: DeserializeOwned>(
     text: &str,
-    table: &[Deviation],
+    table: &[GoldenDeviation],
     name: impl Fn(&C) -> String,
-    check: impl Fn(C, &mut Check),
-) -> Report {
-    let mut report = Report {
+    check: impl Fn(C, &mut CaseCheck),
+) -> CheckReport {
+    let mut report = CheckReport {
         absent: table.iter().map(|deviation| deviation.case).collect(),
-        ..Report::default()
+        ..CheckReport::default()
     };
-    let file: File = match serde_json::from_str(text) {
+    let file: GoldenFile = match serde_json::from_str(text) {
         Ok(file) => file,
         Err(problem) => {
             report.failures.push(format!("cannot be read: {problem}"));
@@ -140,7 +139,7 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
     let mut names = BTreeSet::new();
     for (at, case) in file.cases.into_iter().enumerate() {
         report.run += 1;
-        // Also where it cannot be read, it should be called by its name.
+        // An unreadable case should be reported by its name as well.
         let called = case["description"]
             .as_str()
             .map_or_else(|| format!("case {at}"), str::to_owned);
@@ -164,14 +163,19 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
     report
 }
 
-fn run_case(report: &mut Report, table: &[Deviation], name: &str, check: impl FnOnce(&mut Check)) {
+fn run_case(
+    report: &mut CheckReport,
+    table: &[GoldenDeviation],
+    name: &str,
+    check: impl FnOnce(&mut CaseCheck),
+) {
     let allowed: Vec<_> = table
         .iter()
         .filter(|deviation| deviation.case == name)
         .copied()
         .collect();
     report.absent.remove(name);
-    let mut comparisons = Check {
+    let mut comparisons = CaseCheck {
         allowed,
         met: Vec::new(),
         failures: Vec::new(),
@@ -179,7 +183,7 @@ fn run_case(report: &mut Report, table: &[Deviation], name: &str, check: impl Fn
     if let Err(panicked) = quietly(|| check(&mut comparisons)) {
         comparisons.failures.push(panicked);
     }
-    let Check {
+    let CaseCheck {
         allowed,
         met,
         mut failures,
@@ -201,25 +205,28 @@ fn run_case(report: &mut Report, table: &[Deviation], name: &str, check: impl Fn
 }
 
 thread_local! {
-    /// What a check said as it failed; `None` outside of checks.
-    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+    /// Panic message of a failed check; `None` outside of checks.
+    static PANIC_MESSAGE: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs a check; if it panics, gives out what it said and where, instead of printing it.
+/// Runs a check. Returns the message and location of a panic instead of printing it.
 fn quietly(check: impl FnOnce()) -> Result<(), String> {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let usual = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panicked| {
-            let heard =
-                SAID.with_borrow_mut(|said| said.as_mut().map(|said| *said = panicked.to_string()));
-            if heard.is_none() {
+            let recorded = PANIC_MESSAGE.with_borrow_mut(|message| {
+                message
+                    .as_mut()
+                    .map(|message| *message = panicked.to_string())
+            });
+            if recorded.is_none() {
                 usual(panicked);
             }
         }));
     });
-    SAID.set(Some(String::new()));
+    PANIC_MESSAGE.set(Some(String::new()));
     let ended = catch_unwind(AssertUnwindSafe(check));
-    let said = SAID.take().unwrap_or_default();
-    ended.map_err(|_| said)
+    let message = PANIC_MESSAGE.take().unwrap_or_default();
+    ended.map_err(|_| message)
 }

@@ -1,36 +1,35 @@
-//! The prefix index, event by event.
+//! Prefix index, event by event.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
-use warmroute::block::{BlockHashes, EngineHash, LocalHash};
-use warmroute::index::{
-    KvEvent, Outcome, Overlaps, PrefixIndex, RankWriter, StoredBlock, TierBlocks,
+use warmroute_core::block::{BlockHashes, EngineHash, LocalHash, StorageTier};
+use warmroute_core::index::{
+    ApplyOutcome, KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock, TierBlocks,
 };
-use warmroute::tier::Tier;
-use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
-use super::frame::{Check, Deviation, Report, run_cases};
+use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 
-/// All other steps of these cases answer as the original does.
-const DEVIATIONS: &[Deviation] = &[
-    Deviation {
+/// All other steps of these cases match the reference.
+const DEVIATIONS: &[GoldenDeviation] = &[
+    GoldenDeviation {
         case: "remove middle block truncates the rest of that run",
         at: "step 3",
         ours: "3",
         theirs: "1",
         reason: "exactly the named block is removed; what lies behind it is still held, though not reported",
     },
-    Deviation {
+    GoldenDeviation {
         case: "remove middle block truncates the rest of that run",
         at: "step 4",
         ours: r#""ok""#,
         theirs: r#"{"error":"BlockNotFound"}"#,
         reason: "what lies behind a gap is known by name, so its own removal finds it",
     },
-    Deviation {
+    GoldenDeviation {
         case: "lower-tier conflicting child hash keeps the first mapping",
         at: "step 2",
         ours: r#"{"device":[],"host_pinned":[[1,0,2.0],[2,0,2.0]],"disk":[],"external":[],"effective":[[1,0,1.5],[2,0,1.5]]}"#,
@@ -39,7 +38,7 @@ const DEVIATIONS: &[Deviation] = &[
     },
 ];
 
-/// What the original shows beside the answers we give too.
+/// Output of the reference that this index does not have.
 const NOT_KEPT: &[(&str, &str)] = &[
     ("frequencies", "always empty in the original"),
     (
@@ -51,37 +50,37 @@ const NOT_KEPT: &[(&str, &str)] = &[
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Case {
+struct IndexCase {
     description: String,
     implementation_specific: Option<String>,
-    steps: Vec<Step>,
+    steps: Vec<IndexStep>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Step {
-    step: Op,
+struct IndexStep {
+    step: IndexOp,
     result: Value,
-    /// What the original's other index said; where the two differ it is the wrong one.
+    /// Answer of the reference's other index; where the two differ, it is wrong.
     #[serde(rename = "overlap_concurrent_index")]
     _concurrent: Option<Value>,
 }
 
 #[derive(Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
-enum Op {
+enum IndexOp {
     Stored {
         worker_id: u64,
         dp_rank: u32,
         parent_block_hash: Option<u64>,
-        blocks: Vec<Block>,
-        tier: Tier,
+        blocks: Vec<GoldenBlock>,
+        tier: StorageTier,
     },
     Removed {
         worker_id: u64,
         dp_rank: u32,
         block_hashes: Vec<u64>,
-        tier: Tier,
+        tier: StorageTier,
     },
     Cleared {
         worker_id: u64,
@@ -123,12 +122,21 @@ enum Op {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Block {
+struct GoldenBlock {
     local_hash: u64,
     block_hash: u64,
 }
 
-type Rank = (u64, u32);
+impl GoldenBlock {
+    fn stored(&self) -> StoredBlock {
+        StoredBlock {
+            engine: EngineHash(self.block_hash),
+            local: LocalHash(self.local_hash),
+        }
+    }
+}
+
+type RankKey = (u64, u32);
 
 fn rows(value: &Value) -> impl Iterator<Item = &serde_json::Map<String, Value>> {
     value
@@ -138,14 +146,14 @@ fn rows(value: &Value) -> impl Iterator<Item = &serde_json::Map<String, Value>> 
         .map(|row| row.as_object().unwrap())
 }
 
-fn rank(row: &serde_json::Map<String, Value>) -> Rank {
+fn rank(row: &serde_json::Map<String, Value>) -> RankKey {
     (
         row["worker_id"].as_u64().unwrap(),
         u32::try_from(row["dp_rank"].as_u64().unwrap()).unwrap(),
     )
 }
 
-/// Rows of an expected answer, by rank; ranks with nothing are the same as absent ones.
+/// Rows of an expected answer by rank. Empty rows equal absent ones.
 fn by_rank(value: &Value, key: &str) -> Vec<(u64, u32, f64)> {
     let known = [
         "worker_id",
@@ -166,7 +174,7 @@ fn by_rank(value: &Value, key: &str) -> Vec<(u64, u32, f64)> {
     rows
 }
 
-/// Fails on a field that no check knows.
+/// Fails on an unknown field.
 fn only(row: &serde_json::Map<String, Value>, fields: &[&str]) {
     for field in row.keys() {
         let kept = !NOT_KEPT.iter().any(|(name, _)| name == field);
@@ -177,14 +185,14 @@ fn only(row: &serde_json::Map<String, Value>, fields: &[&str]) {
     }
 }
 
-struct Bench {
+struct IndexHarness {
     index: Arc<PrefixIndex>,
-    slots: Vec<Rank>,
-    writers: BTreeMap<Rank, RankWriter>,
+    slots: Vec<RankKey>,
+    writers: BTreeMap<RankKey, RankWriter>,
 }
 
-impl Bench {
-    fn apply(&mut self, rank: Rank, event: &KvEvent) -> Outcome {
+impl IndexHarness {
+    fn apply(&mut self, rank: RankKey, event: &KvEvent) -> ApplyOutcome {
         let slot = self
             .slots
             .iter()
@@ -196,44 +204,41 @@ impl Bench {
         let index = &self.index;
         self.writers
             .entry(rank)
-            .or_insert_with(|| index.join(Slot(slot as u32)))
+            .or_insert_with(|| index.create_writer(RankSlot(slot as u32)))
             .apply(event)
     }
 
-    fn query(&self, locals: &[u64]) -> BTreeMap<Rank, TierBlocks> {
+    fn query(&self, locals: &[u64]) -> BTreeMap<RankKey, TierBlocks> {
         let locals: Vec<_> = locals.iter().copied().map(LocalHash).collect();
-        let hashes = BlockHashes::chain(locals.len() * 16, BlockSize::new(16).unwrap(), locals);
+        let hashes =
+            BlockHashes::from_locals(locals.len() * 16, BlockSize::new(16).unwrap(), locals);
         let mut overlaps = Overlaps::new();
-        self.index.overlaps(&hashes, &mut overlaps);
+        self.index.query_overlaps(&hashes, &mut overlaps);
         overlaps
             .iter()
-            .map(|(slot, blocks)| (self.slots[slot.at()], blocks))
+            .map(|(slot, blocks)| (self.slots[slot.index()], blocks))
             .collect()
     }
 
-    /// Our answer to a step and the original's, in the same words.
-    fn run(&mut self, step: &Step) -> (Value, Value) {
+    /// Returns the answer to a step and the expected one in the same format.
+    fn run(&mut self, step: &IndexStep) -> (Value, Value) {
         let expected = &step.result;
         match &step.step {
-            Op::Stored {
+            IndexOp::Stored {
                 worker_id,
                 dp_rank,
                 parent_block_hash,
                 blocks,
                 tier,
             } => {
-                let block = |block: &Block| StoredBlock {
-                    engine: EngineHash(block.block_hash),
-                    local: LocalHash(block.local_hash),
-                };
                 let event = KvEvent::Stored {
                     parent: parent_block_hash.map(EngineHash),
-                    blocks: blocks.iter().map(block).collect(),
+                    blocks: blocks.iter().map(GoldenBlock::stored).collect(),
                     tier: *tier,
                 };
                 outcomes(self.apply((*worker_id, *dp_rank), &event), expected)
             }
-            Op::Removed {
+            IndexOp::Removed {
                 worker_id,
                 dp_rank,
                 block_hashes,
@@ -246,48 +251,52 @@ impl Bench {
                 };
                 outcomes(self.apply((*worker_id, *dp_rank), &event), expected)
             }
-            Op::Cleared {
+            IndexOp::Cleared {
                 worker_id, dp_rank, ..
             } => outcomes(
                 self.apply((*worker_id, *dp_rank), &KvEvent::Cleared),
                 expected,
             ),
-            Op::RemoveWorker { worker_id } => {
+            IndexOp::RemoveWorker { worker_id } => {
                 self.writers.retain(|rank, _| rank.0 != *worker_id);
                 (Value::Null, expected.clone())
             }
-            Op::RemoveWorkerDpRank { worker_id, dp_rank } => {
+            IndexOp::RemoveWorkerDpRank { worker_id, dp_rank } => {
                 self.writers.remove(&(*worker_id, *dp_rank));
                 (Value::Null, expected.clone())
             }
-            Op::ClearAllBlocks { worker_id, .. } => {
-                let writers = self
-                    .writers
-                    .iter_mut()
-                    .filter(|(rank, _)| rank.0 == *worker_id);
-                writers.for_each(|(_, writer)| {
-                    assert_eq!(writer.apply(&KvEvent::Cleared), Outcome::Ok)
-                });
+            IndexOp::ClearAllBlocks { worker_id, .. } => {
+                self.clear_worker(*worker_id);
                 (Value::Null, expected.clone())
             }
-            // Routing never stops a query early; where the original does, its cases give the same answer.
-            Op::Query { local_hashes } | Op::QueryEarlyExit { local_hashes } => {
+            // Routing never stops a query early. The cases where the reference does have the same
+            // answer.
+            IndexOp::Query { local_hashes } | IndexOp::QueryEarlyExit { local_hashes } => {
                 only(expected.as_object().unwrap(), &["overlap"]);
                 let ours = per_rank(&self.query(local_hashes), |blocks| f64::from(blocks.device));
                 (json!(ours), json!(by_rank(&expected["overlap"], "blocks")))
             }
-            Op::QueryAllTiers { local_hashes } => self.all_tiers(local_hashes, expected),
-            Op::Size { .. } => (json!(self.index.stats().total.device), expected.clone()),
-            Op::DumpAsStoreEvents { .. } => (json!(self.edges()), json!(edges(expected))),
-            Op::KnownWorkers {} => {
-                let slots = self.index.stats().slots;
-                let workers: BTreeSet<u64> = slots
-                    .iter()
-                    .map(|known| self.slots[known.slot.at()].0)
-                    .collect();
-                (json!(workers), expected.clone())
+            IndexOp::QueryAllTiers { local_hashes } => self.all_tiers(local_hashes, expected),
+            IndexOp::Size { .. } => (json!(self.index.stats().total.device), expected.clone()),
+            IndexOp::DumpAsStoreEvents { .. } => (json!(self.edges()), json!(edges(expected))),
+            IndexOp::KnownWorkers {} => (json!(self.known_workers()), expected.clone()),
+        }
+    }
+
+    fn clear_worker(&mut self, worker_id: u64) {
+        for (rank, writer) in &mut self.writers {
+            if rank.0 == worker_id {
+                assert_eq!(writer.apply(&KvEvent::Cleared), ApplyOutcome::Ok);
             }
         }
+    }
+
+    fn known_workers(&self) -> BTreeSet<u64> {
+        let slots = self.index.stats().slots;
+        slots
+            .iter()
+            .map(|known| self.slots[known.slot.index()].0)
+            .collect()
     }
 
     fn all_tiers(&self, local_hashes: &[u64], expected: &Value) -> (Value, Value) {
@@ -300,9 +309,9 @@ impl Bench {
             ],
         );
         let ours = self.query(local_hashes);
-        let effective = |blocks: &TierBlocks| blocks.effective(0.75, 0.25);
+        let effective = |blocks: &TierBlocks| blocks.weighted_total(0.75, 0.25);
         for row in rows(&expected["effective_overlap_blocks_default_weights"]) {
-            // The original rounds half away from zero, as `round` does.
+            // The reference rounds half away from zero, as `round` does.
             let tokens = (row["effective_blocks"].as_f64().unwrap() * 16.0).round();
             assert_eq!(row["cached_tokens_block_size_16"].as_f64(), Some(tokens));
         }
@@ -338,19 +347,19 @@ impl Bench {
         (ours, theirs)
     }
 
-    /// What the ranks hold, told by the events of their dumps.
-    fn edges(&self) -> BTreeSet<Edge> {
+    /// Blocks of the ranks, read from the events of their dumps.
+    fn edges(&self) -> BTreeSet<BlockEdge> {
         let mut edges = BTreeSet::new();
         for (rank, writer) in &self.writers {
             let of = WorkerRank {
                 worker: WorkerId(rank.0),
                 rank: DpRank(rank.1),
             };
-            for event in writer.portrait(of).events() {
+            for event in writer.snapshot(of).events() {
                 let KvEvent::Stored {
                     mut parent,
                     blocks,
-                    tier: Tier::Device,
+                    tier: StorageTier::Device,
                 } = event
                 else {
                     panic!("{event:?}")
@@ -370,11 +379,11 @@ impl Bench {
     }
 }
 
-/// Rank, parent, local hash and name of a block.
-type Edge = (Rank, Option<u64>, u64, u64);
+/// Rank, parent, local hash and engine hash of a block.
+type BlockEdge = (RankKey, Option<u64>, u64, u64);
 
 fn per_rank(
-    ours: &BTreeMap<Rank, TierBlocks>,
+    ours: &BTreeMap<RankKey, TierBlocks>,
     value: impl Fn(&TierBlocks) -> f64,
 ) -> Vec<(u64, u32, f64)> {
     let rows = ours
@@ -383,8 +392,8 @@ fn per_rank(
     rows.filter(|(_, _, value)| *value > 0.0).collect()
 }
 
-/// Runs are cut elsewhere in the original, so they are compared block by block.
-fn edges(expected: &Value) -> BTreeSet<Edge> {
+/// The reference splits runs at other positions, so they are compared block by block.
+fn edges(expected: &Value) -> BTreeSet<BlockEdge> {
     let mut edges = BTreeSet::new();
     for row in rows(expected) {
         only(
@@ -401,32 +410,33 @@ fn edges(expected: &Value) -> BTreeSet<Edge> {
     edges
 }
 
-/// `submitted` means that the original applied the event later and told nobody what became of it.
-fn outcomes(ours: Outcome, expected: &Value) -> (Value, Value) {
+/// `submitted` means that the reference applied the event asynchronously without reporting the
+/// result.
+fn outcomes(ours: ApplyOutcome, expected: &Value) -> (Value, Value) {
     if expected == "submitted" {
         return (json!("submitted"), expected.clone());
     }
     let ours = match ours {
-        Outcome::Ok | Outcome::DuplicateStore => json!("ok"),
-        Outcome::ParentNotFound => json!({ "error": "ParentBlockNotFound" }),
-        Outcome::BlockNotFound => json!({ "error": "BlockNotFound" }),
+        ApplyOutcome::Ok | ApplyOutcome::DuplicateStore => json!("ok"),
+        ApplyOutcome::ParentNotFound => json!({ "error": "ParentBlockNotFound" }),
+        ApplyOutcome::BlockNotFound => json!({ "error": "BlockNotFound" }),
         other => json!(other.as_str()),
     };
     (ours, expected.clone())
 }
 
-pub(crate) fn run(text: &str) -> Report {
+pub(crate) fn run(text: &str) -> CheckReport {
     run_cases(
         text,
         DEVIATIONS,
-        |case: &Case| case.description.clone(),
+        |case: &IndexCase| case.description.clone(),
         |case, comparisons| check(&case, comparisons),
     )
 }
 
-fn check(case: &Case, check: &mut Check) {
+fn check(case: &IndexCase, check: &mut CaseCheck) {
     let name = case.description.as_str();
-    let mut bench = Bench {
+    let mut bench = IndexHarness {
         index: PrefixIndex::new(),
         slots: vec![],
         writers: BTreeMap::new(),

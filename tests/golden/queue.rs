@@ -1,32 +1,32 @@
-//! Who waits, in which class, and who goes next.
+//! Queue order: waiting requests, their classes, and the next request.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use warmroute::admission::config::{BucketConfig, ClassConfig, QueueConfig};
-use warmroute::admission::{Classes, Entry, Lane, Policy, Queue, Turn};
-use warmroute::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute::dispatch::queue::config::{BucketConfig, ClassConfig, QueueConfig};
+use warmroute::dispatch::queue::{FairQueue, QueueEntry, QueueLane, QueueMetadata, QueuePolicy};
+use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
-use super::frame::{Report, run_cases};
+use super::frame::{CheckReport, run_cases};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Case {
+struct QueueCase {
     description: String,
-    profile: Profile,
+    profile: QueueProfile,
     worker_count: usize,
-    enqueue: Vec<Arrival>,
+    enqueue: Vec<RequestArrival>,
     blocked_names: Vec<String>,
-    dispatch_order: Vec<Dispatched>,
+    dispatch_order: Vec<DispatchedEntry>,
     left_pending: usize,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, untagged)]
-enum Profile {
+enum QueueProfile {
     Single {
-        queue_policy: Policy,
+        queue_policy: QueuePolicy,
         synthetic_default_class: bool,
     },
     Classes {
@@ -36,7 +36,7 @@ enum Profile {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Arrival {
+struct RequestArrival {
     name: String,
     arrival_offset_s: f64,
     isl_tokens: u64,
@@ -47,15 +47,15 @@ struct Arrival {
     requested_class: Option<String>,
     resolved_class: String,
     scheduling_cost_tokens: u64,
-    result: Expected,
+    result: ExpectedOutcome,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, untagged)]
-enum Expected {
-    Queued(Queued),
+enum ExpectedOutcome {
+    Queued(QueuedEntry),
     Full {
-        rejected: Rejected,
+        rejected: RejectedEntry,
         #[serde(rename = "message")]
         _message: String,
     },
@@ -63,13 +63,13 @@ enum Expected {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Queued {
+enum QueuedEntry {
     Queued,
 }
 
 #[derive(Deserialize, Debug, PartialEq)]
 #[serde(deny_unknown_fields)]
-struct Rejected {
+struct RejectedEntry {
     policy_class: String,
     limit_kind: String,
     current: u64,
@@ -78,15 +78,15 @@ struct Rejected {
 
 #[derive(Deserialize, Debug, PartialEq)]
 #[serde(deny_unknown_fields)]
-struct Dispatched {
+struct DispatchedEntry {
     class: String,
     name: String,
 }
 
-/// The field's way of writing the classes.
+/// The reference's class configuration.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Written {
+struct QueueFile {
     default_policy_family: String,
     uncached_isl_buckets: Vec<BucketConfig>,
     policy_classes: Vec<WrittenClass>,
@@ -98,7 +98,7 @@ struct WrittenClass {
     name: String,
     policy_family: Option<String>,
     cache_bucket: Option<String>,
-    queue_policy: Option<Policy>,
+    queue_policy: Option<QueuePolicy>,
     quantum: u64,
     prefill_busy_threshold: Option<u64>,
     prefill_busy_threshold_frac: Option<f64>,
@@ -107,7 +107,7 @@ struct WrittenClass {
     cached_token_queue_limit_per_worker: Option<u64>,
 }
 
-impl Profile {
+impl QueueProfile {
     fn config(self) -> QueueConfig {
         match self {
             Self::Single {
@@ -121,7 +121,7 @@ impl Profile {
                 }
             }
             Self::Classes { yaml } => {
-                let written: Written = serde_saphyr::from_str(&yaml).unwrap();
+                let written: QueueFile = serde_saphyr::from_str(&yaml).unwrap();
                 QueueConfig {
                     default_family: Some(written.default_policy_family),
                     uncached_buckets: written.uncached_isl_buckets,
@@ -147,24 +147,24 @@ impl WrittenClass {
             quantum: self.quantum,
             prefill_busy_threshold: self.prefill_busy_threshold,
             prefill_busy_threshold_frac: self.prefill_busy_threshold_frac,
-            requests_per_worker: self.request_queue_limit_per_worker,
-            prompt_tokens_per_worker: self.raw_isl_token_queue_limit_per_worker,
-            cached_tokens_per_worker: self.cached_token_queue_limit_per_worker,
+            max_requests_per_worker: self.request_queue_limit_per_worker,
+            max_prompt_tokens_per_worker: self.raw_isl_token_queue_limit_per_worker,
+            max_cached_tokens_per_worker: self.cached_token_queue_limit_per_worker,
         }
     }
 }
 
-impl Arrival {
-    fn turn(&self) -> Turn {
+impl RequestArrival {
+    fn turn(&self) -> QueueMetadata {
         let pin = |(worker, rank)| {
-            Lane::Pinned(WorkerRank {
+            QueueLane::Pinned(WorkerRank {
                 worker: WorkerId(worker),
                 rank: DpRank(rank),
             })
         };
-        Turn {
+        QueueMetadata {
             class: self.requested_class.clone(),
-            lane: self.pinned.map_or(Lane::Shared, pin),
+            lane: self.pinned.map_or(QueueLane::AnyWorker, pin),
             strict_priority: self.strict_priority.into(),
             priority_jump: self.priority_jump,
             prompt_tokens: self.isl_tokens,
@@ -173,8 +173,17 @@ impl Arrival {
     }
 }
 
-fn check(case: Case) {
-    let Case {
+/// Name of a limit in the reference.
+fn reference_kind(kind: &str) -> &str {
+    if kind == "prompt_tokens" {
+        "raw_isl_tokens"
+    } else {
+        kind
+    }
+}
+
+fn check(case: QueueCase) {
+    let QueueCase {
         description,
         profile,
         worker_count,
@@ -185,49 +194,43 @@ fn check(case: Case) {
     } = case;
     let config = profile.config();
     assert_eq!(config.problems(), [], "{description}");
-    let classes = Arc::new(Classes::new(&config));
+    let classes = Arc::new(config.to_classes());
     let start = Instant::now();
-    let mut queue = Queue::new(classes.clone(), start);
+    let mut queue = FairQueue::new(classes.clone(), start);
     for arrival in &enqueue {
         let turn = arrival.turn();
-        let class = classes.resolve(turn.class.as_deref(), turn.uncached());
+        let class = classes.resolve(turn.class.as_deref(), turn.uncached_tokens());
         let name = &*classes.get(class).name;
         assert_eq!(name, arrival.resolved_class, "{description}");
         assert_eq!(turn.cost(), arrival.scheduling_cost_tokens, "{description}");
-        match (&arrival.result, queue.full(class, worker_count)) {
-            (Expected::Queued(Queued::Queued), None) => {
+        match (&arrival.result, queue.find_overflow(class, worker_count)) {
+            (ExpectedOutcome::Queued(QueuedEntry::Queued), None) => {
                 let arrived = start + Duration::from_secs_f64(arrival.arrival_offset_s);
-                queue.push(Entry {
-                    turn,
+                queue.push(QueueEntry {
+                    metadata: turn,
                     class,
-                    arrived,
+                    arrived_at: arrived,
                     payload: arrival.name.clone(),
                 });
             }
-            (Expected::Full { rejected, .. }, Some(full)) => {
-                let kind = if full.kind.as_str() == "prompt_tokens" {
-                    "raw_isl_tokens"
-                } else {
-                    full.kind.as_str()
-                };
-                let (current, limit) = (full.current, full.limit);
-                let got = Rejected {
+            (ExpectedOutcome::Full { rejected, .. }, Some(full)) => {
+                let found = RejectedEntry {
                     policy_class: name.into(),
-                    limit_kind: kind.into(),
-                    current,
-                    limit,
+                    limit_kind: reference_kind(full.kind.as_str()).into(),
+                    current: full.current,
+                    limit: full.limit,
                 };
-                assert_eq!(got, *rejected, "{description}");
+                assert_eq!(found, *rejected, "{description}");
             }
             (_, full) => panic!("{description}: {} got {full:?}", arrival.name),
         }
     }
     let mut order = Vec::new();
     while let Some((entry, ())) =
-        queue.next(|entry| (!blocked_names.contains(&entry.payload)).then_some(()))
+        queue.place_next(|entry| (!blocked_names.contains(&entry.payload)).then_some(()))
     {
         let class = classes.get(entry.class).name.to_string();
-        order.push(Dispatched {
+        order.push(DispatchedEntry {
             class,
             name: entry.payload,
         });
@@ -236,11 +239,11 @@ fn check(case: Case) {
     assert_eq!(queue.len(), left_pending, "{description}");
 }
 
-pub(crate) fn run(text: &str) -> Report {
+pub(crate) fn run(text: &str) -> CheckReport {
     run_cases(
         text,
         &[],
-        |case: &Case| case.description.clone(),
+        |case: &QueueCase| case.description.clone(),
         |case, _| check(case),
     )
 }

@@ -1,4 +1,4 @@
-//! Who is a candidate, and the choice among candidates, as the reference selector makes them.
+//! Eligible candidates and the choice among them, compared with the reference selector.
 
 use std::collections::BTreeSet;
 
@@ -6,25 +6,27 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute::fleet::{Fleet, Member};
-use warmroute::index::TierBlocks;
-use warmroute::load::Load;
-use warmroute::schedule::{
-    Candidate, Constraints, Ineligible, Overrides, Pin, Question, Standing, Weights, choose, costs,
-    eligible, preference,
+use warmroute_core::fleet::{Fleet, FleetMember};
+use warmroute_core::index::TierBlocks;
+use warmroute_core::load::ActiveLoad;
+use warmroute_core::policy::{
+    Candidate, Constraints, EligibilityError, PolicyInput, RouterOverrides, Weights,
+    WorkerAvailability, WorkerPin, choose, costs, eligible_members, taint_preference,
 };
-use warmroute::worker::{BlockSize, DpRank, Endpoint, Ranks, Role, Worker, WorkerId};
+use warmroute_core::worker::{
+    BlockSize, DpRank, RankRange, Worker, WorkerEndpoint, WorkerId, WorkerRole,
+};
 
-use super::frame::{Report, run_cases};
+use super::frame::{CheckReport, run_cases};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Case {
+struct SelectionCase {
     description: String,
     worker_type: String,
     workers: Vec<WorkerCase>,
-    config: Config,
-    request_override: Option<Overrides>,
+    config: SelectionConfig,
+    request_override: Option<RouterOverrides>,
     isl_tokens: u64,
     block_size: u32,
     track_prefill_tokens: bool,
@@ -35,9 +37,9 @@ struct Case {
     allowed_worker_ids: Option<Vec<u64>>,
     overloaded_worker_ids: Option<Vec<u64>>,
     pinned_worker: Option<(u64, u32)>,
-    computed: Computed,
-    result: Outcome,
-    /// What another policy of the original makes of it; we follow the reference selector.
+    computed: ComputedCosts,
+    result: SelectionOutcome,
+    /// Result of the reference's other policy; this router follows the reference selector.
     #[serde(rename = "production_default_policy")]
     _production: Value,
     #[serde(rename = "production_default_policy_with_conditional_disagg")]
@@ -52,7 +54,7 @@ struct WorkerCase {
     dp_size: u32,
     taints: BTreeSet<String>,
     loads: Vec<RankLoad>,
-    overlap: Overlap,
+    overlap: RankOverlap,
 }
 
 #[derive(Deserialize)]
@@ -67,7 +69,7 @@ struct RankLoad {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Overlap {
+struct RankOverlap {
     device: Vec<(u32, u32)>,
     host_pinned_extension: Vec<(u32, u32)>,
     disk_extension: Vec<(u32, u32)>,
@@ -76,7 +78,7 @@ struct Overlap {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Config {
+struct SelectionConfig {
     overlap_score_credit: f64,
     overlap_score_credit_decay: f64,
     prefill_load_scale: f64,
@@ -90,8 +92,8 @@ struct Config {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Computed {
-    base_logit_3dp: Option<Vec<Logit>>,
+struct ComputedCosts {
+    base_logit_3dp: Option<Vec<RankLogit>>,
     effective_overlap: Option<Vec<EffectiveOverlap>>,
     final_cost_full_precision: Option<Vec<FullCost>>,
 }
@@ -107,7 +109,7 @@ struct EffectiveOverlap {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Logit {
+struct RankLogit {
     worker_id: u64,
     dp_rank: u32,
     logit: f64,
@@ -123,25 +125,25 @@ struct FullCost {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Outcome {
-    chosen_workers: Option<Vec<Rank>>,
+struct SelectionOutcome {
+    chosen_workers: Option<Vec<SelectionRank>>,
     required_blocks: Option<u64>,
     max_raw_cached_tokens: Option<u64>,
     tie: Option<bool>,
-    selected: Option<Selected>,
+    selected: Option<SelectedRank>,
     error: Option<String>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Rank {
+struct SelectionRank {
     worker_id: u64,
     dp_rank: u32,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Selected {
+struct SelectedRank {
     cached_tokens: u64,
     effective_overlap_blocks: f64,
     potential_decode_blocks: u64,
@@ -165,7 +167,7 @@ impl WorkerCase {
     }
 }
 
-impl Case {
+impl SelectionCase {
     fn weights(&self) -> Weights {
         let config = &self.config;
         let shared = match config.shared_cache_type.as_str() {
@@ -193,42 +195,42 @@ impl Case {
         overrides.apply(&configured)
     }
 
-    fn role(&self) -> Role {
+    fn role(&self) -> WorkerRole {
         match self.worker_type.as_str() {
-            "aggregated" => Role::Aggregated,
-            "prefill" => Role::Prefill,
-            "decode" => Role::Decode,
+            "aggregated" => WorkerRole::Aggregated,
+            "prefill" => WorkerRole::Prefill,
+            "decode" => WorkerRole::Decode,
             other => panic!("worker type {other}"),
         }
     }
 
-    fn question(&self) -> Question {
+    fn question(&self) -> PolicyInput {
         let shared = self
             .shared_cache_hit_ranges
             .iter()
             .flatten()
             .map(|[start, end]| *start..*end)
             .collect();
-        Question {
+        PolicyInput {
             track_prefill: self.track_prefill_tokens,
             role: self.role(),
             tracked_blocks: self.tracked_request_blocks.unwrap_or(0),
             shared,
-            ..Question::new(self.isl_tokens, BlockSize::new(self.block_size).unwrap())
+            ..PolicyInput::new(self.isl_tokens, BlockSize::new(self.block_size).unwrap())
         }
     }
 
     fn fleet(&self) -> Fleet {
         let worker = |(nth, case): (usize, &WorkerCase)| Worker {
             role: self.role(),
-            ranks: Ranks {
+            ranks: RankRange {
                 start: case.dp_start,
                 size: case.dp_size.try_into().unwrap(),
             },
             taints: case.taints.clone(),
             ..Worker::new(
                 WorkerId(case.worker_id),
-                Endpoint(([127, 0, 0, 1], 8000 + nth as u16).into()),
+                WorkerEndpoint(([127, 0, 0, 1], 8000 + nth as u16).into()),
                 "m".into(),
                 BlockSize::new(self.block_size).unwrap(),
             )
@@ -239,7 +241,7 @@ impl Case {
     }
 
     fn constraints(&self) -> Constraints {
-        let pin = |(worker, rank)| Pin {
+        let pin = |(worker, rank)| WorkerPin {
             worker: WorkerId(worker),
             rank: Some(DpRank(rank)),
         };
@@ -256,7 +258,7 @@ impl Case {
         }
     }
 
-    fn eligible<'f>(&self, fleet: &'f Fleet) -> Result<Vec<&'f Member>, Ineligible> {
+    fn eligible<'f>(&self, fleet: &'f Fleet) -> Result<Vec<&'f FleetMember>, EligibilityError> {
         let overloaded = |id| {
             self.overloaded_worker_ids
                 .iter()
@@ -264,23 +266,23 @@ impl Case {
                 .any(|overloaded| WorkerId(*overloaded) == id)
         };
         let members: Vec<_> = fleet.members().collect();
-        eligible(&members, &self.constraints(), |member| {
+        eligible_members(&members, &self.constraints(), |member| {
             if overloaded(member.rank.worker) {
-                Standing::Overloaded
+                WorkerAvailability::Overloaded
             } else {
-                Standing::Ready
+                WorkerAvailability::Ready
             }
         })
     }
 
-    fn candidates(&self, members: &[&Member]) -> Vec<Candidate> {
+    fn candidates(&self, members: &[&FleetMember]) -> Vec<Candidate> {
         members
             .iter()
             .map(|member| self.candidate(member))
             .collect()
     }
 
-    fn candidate(&self, member: &Member) -> Candidate {
+    fn candidate(&self, member: &FleetMember) -> Candidate {
         let case = self
             .workers
             .iter()
@@ -289,39 +291,42 @@ impl Case {
         let DpRank(dp_rank) = member.rank.rank;
         let load = case.loads.iter().find(|load| load.dp_rank == dp_rank);
         Candidate {
-            trust_credit: 1.0,
+            freshness_credit: 1.0,
             overlap: case.overlap_of(dp_rank),
-            load: load.map_or(Load::default(), |load| Load {
+            load: load.map_or(ActiveLoad::default(), |load| ActiveLoad {
                 active_blocks: load.active_decode_blocks,
                 active_prefill_tokens: load.active_prefill_tokens,
                 active_requests: load.active_requests,
             }),
             additional_blocks: load.map_or(0, |load| load.additional_active_blocks),
-            preference: preference(&self.constraints(), &member.worker),
+            taint_preference: taint_preference(&self.constraints(), &member.worker),
         }
     }
 }
 
-/// The words of the reference for why nobody is eligible. Ours tell more about pins that lead nowhere.
-fn in_words_of_the_reference(why: Ineligible) -> String {
+/// The reference's reason why no worker is eligible. This router's reasons are more specific for
+/// unknown pins.
+fn in_words_of_the_reference(why: EligibilityError) -> String {
     match why {
-        Ineligible::PinnedWorkerOverloaded(worker) => {
+        EligibilityError::PinnedWorkerOverloaded(worker) => {
             format!("pinned worker {worker} is overloaded")
         }
-        Ineligible::AllEligibleWorkersOverloaded => {
+        EligibilityError::AllEligibleWorkersOverloaded => {
             "all eligible workers are overloaded".to_owned()
         }
-        Ineligible::PinnedWorkerNotAllowed(worker) => {
+        EligibilityError::PinnedWorkerNotAllowed(worker) => {
             format!("pinned worker {worker} is not allowed")
         }
-        Ineligible::NoEndpoints
-        | Ineligible::PinUnknown(_)
-        | Ineligible::PinRankUnknown { .. }
-        | Ineligible::PinRankMissing { .. } => "no endpoints available to route work".to_owned(),
+        EligibilityError::NoEndpoints
+        | EligibilityError::PinUnknown(_)
+        | EligibilityError::PinRankUnknown { .. }
+        | EligibilityError::PinRankMissing { .. } => {
+            "no endpoints available to route work".to_owned()
+        }
     }
 }
 
-fn check_costs(case: &Case, members: &[&Member]) {
+fn check_costs(case: &SelectionCase, members: &[&FleetMember]) {
     let mut rng = StdRng::seed_from_u64(1);
     for expected in case.computed.final_cost_full_precision.iter().flatten() {
         let name = (WorkerId(expected.worker_id), DpRank(expected.dp_rank));
@@ -346,8 +351,8 @@ fn check_costs(case: &Case, members: &[&Member]) {
     }
 }
 
-/// Ranks with nothing are the same as absent ones.
-fn check_overlaps(case: &Case) {
+/// Empty ranks equal absent ones.
+fn check_overlaps(case: &SelectionCase) {
     let Some(expected) = &case.computed.effective_overlap else {
         return;
     };
@@ -365,8 +370,8 @@ fn check_overlaps(case: &Case) {
         let ranks: BTreeSet<u32> = known.into_iter().flatten().map(|(rank, _)| *rank).collect();
         for dp_rank in ranks {
             let overlap = worker.overlap_of(dp_rank);
-            let effective_blocks =
-                overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
+            let effective_blocks = overlap
+                .weighted_total(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
             let cached_tokens = (effective_blocks * f64::from(case.block_size)).round() as u64;
             ours.push(EffectiveOverlap {
                 worker_id: worker.worker_id,
@@ -376,20 +381,18 @@ fn check_overlaps(case: &Case) {
             });
         }
     }
-    let (ours, expected) = (
-        ours.iter().filter(something),
-        expected.iter().filter(something),
-    );
+    let ours = ours.iter().filter(something);
+    let expected = expected.iter().filter(something);
     assert!(
         ours.clone().eq(expected.clone()),
         "{ours:?} against {expected:?}"
     );
 }
 
-/// The cost of every candidate among the others, but for taints.
-fn check_logits(case: &Case, members: &[&Member]) {
+/// Cost of every candidate among the others, without taints.
+fn check_logits(case: &SelectionCase, members: &[&FleetMember]) {
     let costs = costs(&case.question(), &case.candidates(members), &case.weights());
-    let named = |logit: &&Logit, one: &Member| {
+    let named = |logit: &&RankLogit, one: &FleetMember| {
         (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0)
     };
     let logits = case.computed.base_logit_3dp.as_deref().unwrap_or_default();
@@ -405,9 +408,10 @@ fn check_logits(case: &Case, members: &[&Member]) {
     }
 }
 
-fn check_choice(case: &Case, members: &[&Member]) {
+fn check_choice(case: &SelectionCase, members: &[&FleetMember]) {
     let name = &case.description;
-    let (question, weights) = (case.question(), case.weights());
+    let question = case.question();
+    let weights = case.weights();
     let candidates = case.candidates(members);
     let mut rng = StdRng::seed_from_u64(2);
     let mut seen = BTreeSet::new();
@@ -449,16 +453,16 @@ fn check_choice(case: &Case, members: &[&Member]) {
     assert_eq!(seen, chosen, "{name}");
 }
 
-pub(crate) fn run(text: &str) -> Report {
+pub(crate) fn run(text: &str) -> CheckReport {
     run_cases(
         text,
         &[],
-        |case: &Case| case.description.clone(),
+        |case: &SelectionCase| case.description.clone(),
         |case, _| check(&case),
     )
 }
 
-fn check(case: &Case) {
+fn check(case: &SelectionCase) {
     let fleet = case.fleet();
     check_overlaps(case);
     check_costs(case, &fleet.members().collect::<Vec<_>>());

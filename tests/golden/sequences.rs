@@ -1,4 +1,5 @@
-//! The load of live requests, step by step: bookings by id through the ledger, workers through discovery and the fleet.
+//! Load of active requests, step by step: bookings by id through the ledger, workers through
+//! discovery and the fleet.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,25 +12,31 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
-use warmroute::discovery::{self, ServedModel};
-use warmroute::fleet::{Fleet, Member};
-use warmroute::load::ledger::{Attempt, Change, Ledger, Refused, Rules};
-use warmroute::load::{Booking, LoadTracker, LoadView, News, RankLoad, Sequences, Until};
-use warmroute::replica::{
-    Batch, Outcome, Own, Peers, ReplicaId, SnapshotPart, Told as Message, Wish, World,
+use warmroute::cluster::replica::{
+    Batch, LocalView, PeerAction, PeerTable, PeerUpdate, ReplicaEvent as Message, ReplicaId,
+    ReplicaOutbox, SnapshotPart,
 };
-use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
+use warmroute::fleet::discovery::{self, WorkerModel};
+use warmroute_core::block::{BlockHashes, LocalHash, SequenceHash};
+use warmroute_core::fleet::{Fleet, FleetMember};
+use warmroute_core::load::ledger::{
+    BookingLedger, LedgerChange, LedgerError, LedgerRules, RequestAttempt,
+};
+use warmroute_core::load::{
+    BookingEnd, LoadBooking, LoadListener, LoadTracker, LoadView, PromptSequences, RankLoad,
+    ReservationEvent,
+};
+use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
-use super::frame::{Check, Deviation, Report, run_cases};
+use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 
 const ONLY_THE_FLEET: &str =
     "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
 
-/// A place where the reference begins to serve an unknown rank: what we say there, and what it says.
+/// A deviation where the reference adds an unknown rank on first use.
 macro_rules! lazy {
     ($case:literal, $at:literal, $ours:expr, $theirs:expr) => {
-        Deviation {
+        GoldenDeviation {
             case: $case,
             at: $at,
             ours: $ours,
@@ -39,7 +46,7 @@ macro_rules! lazy {
     };
 }
 
-/// The load of a rank that runs nothing.
+/// Load of an idle rank.
 macro_rules! idle {
     ($worker:literal) => {
         concat!(
@@ -50,7 +57,7 @@ macro_rules! idle {
     };
 }
 
-const DEVIATIONS: &[Deviation] = &[
+const DEVIATIONS: &[GoldenDeviation] = &[
     lazy!(
         "lazy worker registration on add",
         "result of step 0",
@@ -93,19 +100,19 @@ const DEVIATIONS: &[Deviation] = &[
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Case {
+struct SequenceCase {
     description: String,
     block_size: u32,
-    initial_workers: Vec<Worker>,
+    initial_workers: Vec<SequenceWorker>,
     replica_sync: bool,
     router_id: u64,
     stale_request_expiry_s: u64,
-    steps: Vec<Step>,
+    steps: Vec<SequenceStep>,
 }
 
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Worker {
+struct SequenceWorker {
     worker_id: u64,
     dp_start: u32,
     dp_size: u32,
@@ -113,8 +120,8 @@ struct Worker {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Step {
-    step: Op,
+struct SequenceStep {
+    step: SequenceOp,
     result: Value,
     state_after: Vec<State>,
     elapsed_ms_since_start: u64,
@@ -132,9 +139,9 @@ struct State {
 
 #[derive(Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
-enum Op {
-    AddRequest(Request),
-    AddRequestIfRegistered(Plain),
+enum SequenceOp {
+    AddRequest(SequenceRequest),
+    AddRequestIfRegistered(PlainRequest),
     MarkPrefillCompleted {
         request_id: String,
     },
@@ -153,10 +160,10 @@ enum Op {
     },
     ForceExpireAllWorkers {},
     ApplyReplicaEvents {
-        events: Vec<Told>,
+        events: Vec<RemoteEvent>,
     },
-    RegisterWorker(Worker),
-    UpsertWorker(Worker),
+    RegisterWorker(SequenceWorker),
+    UpsertWorker(SequenceWorker),
     ReconcileWorkers {
         ranges: Vec<(u64, u32, u32)>,
     },
@@ -164,14 +171,14 @@ enum Op {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Request {
+struct SequenceRequest {
     request_id: String,
     worker_id: u64,
     dp_rank: u32,
     prompt_sequence_hashes: Option<Vec<u64>>,
     effective_prefill_tokens: u64,
     track_prefill_tokens: bool,
-    /// Told to the load with each block of the answer, as what is left of it.
+    /// Remaining expected output, reported with each output block.
     #[serde(rename = "expected_output_tokens")]
     _expected_output_tokens: Option<u64>,
     expected_prefill_duration_ms: Option<u64>,
@@ -181,7 +188,7 @@ struct Request {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Plain {
+struct PlainRequest {
     request_id: String,
     worker_id: u64,
     dp_rank: u32,
@@ -191,7 +198,7 @@ struct Plain {
 
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-enum Told {
+enum RemoteEvent {
     AddRequest {
         request_id: String,
         router_id: u64,
@@ -212,7 +219,7 @@ enum Told {
 }
 
 #[derive(Serialize)]
-struct Projection {
+struct LoadProjection {
     worker_id: u64,
     dp_rank: u32,
     active_decode_blocks: u64,
@@ -229,29 +236,32 @@ fn rank((worker, rank): (u64, u32)) -> WorkerRank {
     }
 }
 
-fn named(request: &str) -> Attempt<'_> {
-    Attempt { request, number: 0 }
+fn named(request: &str) -> RequestAttempt<'_> {
+    RequestAttempt { request, number: 0 }
 }
 
-/// The cases number the blocks of a prompt; real sequence hashes also tell what comes before.
+/// The cases number the blocks of a prompt; real sequence hashes include the preceding blocks.
 fn chained(blocks: &[u64]) -> Vec<SequenceHash> {
     let locals = blocks.iter().copied().map(LocalHash).collect();
-    BlockHashes::chain(blocks.len() * 16, BlockSize::new(16).unwrap(), locals)
+    BlockHashes::from_locals(blocks.len() * 16, BlockSize::new(16).unwrap(), locals)
         .sequences()
         .to_vec()
 }
 
-/// The workers as discovery reads them, or that it refuses them.
-fn discover(workers: &[Worker], block_size: u32) -> Result<Vec<warmroute::worker::Worker>, ()> {
-    let model = ServedModel {
+/// Returns the workers as discovery parses them, or an error if it rejects them.
+fn discover(
+    workers: &[SequenceWorker],
+    block_size: u32,
+) -> Result<Vec<warmroute_core::worker::Worker>, ()> {
+    let model = WorkerModel {
         name: "m".into(),
         block_size: BlockSize::new(block_size).unwrap(),
-        meets: false,
+        uses_bootstrap: false,
     };
     let list = workers.iter().enumerate().map(
         |(
             at,
-            Worker {
+            SequenceWorker {
                 worker_id,
                 dp_start,
                 dp_size,
@@ -272,26 +282,38 @@ fn discover(workers: &[Worker], block_size: u32) -> Result<Vec<warmroute::worker
     discovery::parse(Path::new("workers"), text.as_bytes(), &[model]).map_err(|_| ())
 }
 
-/// A silent router loses its bookings after this time, which no case waits for.
+/// Lease of another router's bookings; no case waits for it.
 const LEASE: Duration = Duration::from_secs(3600);
 
-/// Another router of the same workers, with its bookings and the messages that it sends.
-struct Other {
+/// Another router of the same workers, with its bookings and outgoing messages.
+struct OtherRouter {
     tracker: Arc<LoadTracker>,
-    ledger: Ledger,
-    slots: BTreeMap<WorkerRank, Slot>,
-    news: Arc<Mutex<Vec<News>>>,
-    own: Own,
+    ledger: BookingLedger,
+    slots: BTreeMap<WorkerRank, RankSlot>,
+    news: Arc<Mutex<Vec<ReservationEvent>>>,
+    own: ReplicaOutbox,
 }
 
-impl Other {
+/// Records the changes of reservations.
+struct EventLog(Arc<Mutex<Vec<ReservationEvent>>>);
+
+impl LoadListener for EventLog {
+    fn wants_reservation_events(&self) -> bool {
+        true
+    }
+
+    fn on_reservation_event(&self, event: ReservationEvent) {
+        self.0.lock().push(event);
+    }
+}
+
+impl OtherRouter {
     fn new(router: u64, now: Arc<Mutex<Instant>>) -> Self {
-        let tracker = LoadTracker::new(move || *now.lock());
-        let news = Arc::<Mutex<Vec<News>>>::default();
-        let noted = news.clone();
-        tracker.on_news(move |news| noted.lock().push(news));
-        let ledger = Ledger::new(tracker.clone(), Rules::default());
-        let own = Own::new(ReplicaId(router), format!("router {router}"));
+        let news = Arc::<Mutex<Vec<ReservationEvent>>>::default();
+        let log = Arc::new(EventLog(news.clone()));
+        let tracker = LoadTracker::with_listener(move || *now.lock(), log);
+        let ledger = BookingLedger::new(tracker.clone(), LedgerRules::default());
+        let own = ReplicaOutbox::new(ReplicaId(router), format!("router {router}"));
         Self {
             tracker,
             ledger,
@@ -301,9 +323,9 @@ impl Other {
         }
     }
 
-    fn run(&mut self, told: Told) {
-        match told {
-            Told::AddRequest {
+    fn run(&mut self, event: RemoteEvent) {
+        match event {
+            RemoteEvent::AddRequest {
                 request_id,
                 worker,
                 token_sequence,
@@ -311,59 +333,60 @@ impl Other {
                 ..
             } => {
                 let rank = rank(worker);
-                let next = Slot(self.slots.len() as u32);
+                let next = RankSlot(self.slots.len() as u32);
                 let slot = *self.slots.entry(rank).or_insert(next);
                 if slot == next {
-                    self.tracker.open(slot, rank);
+                    self.tracker.open_slot(slot, rank);
                 }
                 let blocks = token_sequence.unwrap_or_default();
-                // A second booking of the same request is refused.
+                // A second booking of the same request is rejected.
                 let _ = self.ledger.add(
                     named(&request_id),
                     vec![booking(slot, rank, &blocks, prefill_tokens)],
                 );
             }
-            Told::MarkPrefillCompleted {
+            RemoteEvent::MarkPrefillCompleted {
                 request_id, worker, ..
             } if self.is_on(&request_id, worker) => {
                 self.ledger.mark_prefill_completed(named(&request_id));
             }
-            Told::Free {
+            RemoteEvent::Free {
                 request_id, worker, ..
             } if self.is_on(&request_id, worker) => {
                 self.ledger.free(named(&request_id));
             }
-            // Only the router that booked a request reports on it, so it never names another worker.
-            Told::MarkPrefillCompleted { .. } | Told::Free { .. } => {}
+            // Only the router that booked a request reports on it, so the worker never changes.
+            RemoteEvent::MarkPrefillCompleted { .. } | RemoteEvent::Free { .. } => {}
         }
     }
 
     fn is_on(&self, request: &str, worker: (u64, u32)) -> bool {
-        self.ledger
-            .get(named(request))
-            .is_some_and(|held| held.parts().any(|(_, booked)| booked == rank(worker)))
+        self.ledger.get(named(request)).is_some_and(|held| {
+            held.booked_slots()
+                .any(|(_, booked)| booked == rank(worker))
+        })
     }
 
     fn batches(&mut self) -> Vec<Batch> {
         for news in std::mem::take(&mut *self.news.lock()) {
-            self.own.note(&Message::Load(news));
+            self.own.record(&Message::Load(news));
         }
-        self.own.batches()
+        self.own.take_batches()
     }
 }
 
-impl Told {
+impl RemoteEvent {
     fn router(&self) -> u64 {
         match self {
-            Told::AddRequest { router_id, .. }
-            | Told::MarkPrefillCompleted { router_id, .. }
-            | Told::Free { router_id, .. } => *router_id,
+            RemoteEvent::AddRequest { router_id, .. }
+            | RemoteEvent::MarkPrefillCompleted { router_id, .. }
+            | RemoteEvent::Free { router_id, .. } => *router_id,
         }
     }
 }
 
-fn booking(slot: Slot, rank: WorkerRank, blocks: &[u64], tokens: u64) -> Booking {
-    Booking {
+fn booking(slot: RankSlot, rank: WorkerRank, blocks: &[u64], tokens: u64) -> LoadBooking {
+    LoadBooking {
         slot,
         rank,
         sequences: chained(blocks).into_iter().collect(),
@@ -371,43 +394,43 @@ fn booking(slot: Slot, rank: WorkerRank, blocks: &[u64], tokens: u64) -> Booking
         cached_tokens: 0,
         track_prefill: true,
         prefill_time: None,
-        until: Until::End,
+        end: BookingEnd::RequestEnd,
     }
 }
 
-struct Bench {
+struct SequenceHarness {
     block_size: u32,
-    /// Messages of other routers are applied where replicas are synchronized.
-    peers: Option<Peers>,
-    others: BTreeMap<u64, Other>,
+    /// Messages of other routers are applied by the replica state.
+    peers: Option<PeerTable>,
+    others: BTreeMap<u64, OtherRouter>,
     random: SmallRng,
     now: Arc<Mutex<Instant>>,
     start: Instant,
     tracker: Arc<LoadTracker>,
-    ledger: Ledger,
+    ledger: BookingLedger,
     fleet: Fleet,
-    workers: Vec<Worker>,
+    workers: Vec<SequenceWorker>,
 }
 
-impl Bench {
-    fn new(case: &Case) -> Self {
+impl SequenceHarness {
+    fn new(case: &SequenceCase) -> Self {
         let start = Instant::now();
         let now = Arc::new(Mutex::new(start));
         let clock = now.clone();
         let tracker = LoadTracker::new(move || *clock.lock());
         let silence = Duration::from_secs(case.stale_request_expiry_s);
-        let ledger = Ledger::new(
+        let ledger = BookingLedger::new(
             tracker.clone(),
-            Rules {
-                silence,
-                ..Rules::default()
+            LedgerRules {
+                idle_timeout: silence,
+                ..LedgerRules::default()
             },
         );
         let mut bench = Self {
             block_size: case.block_size,
             peers: case
                 .replica_sync
-                .then(|| Peers::new(ReplicaId(case.router_id), LEASE)),
+                .then(|| PeerTable::new(ReplicaId(case.router_id), LEASE)),
             others: BTreeMap::new(),
             random: SmallRng::seed_from_u64(1),
             now,
@@ -421,35 +444,43 @@ impl Bench {
         bench
     }
 
-    /// Changes the fleet, and the load with it, as the keeper does.
-    fn serve(&mut self, workers: Vec<Worker>) -> Result<(), ()> {
+    /// Changes fleet and load as the fleet controller does.
+    fn serve(&mut self, workers: Vec<SequenceWorker>) -> Result<(), ()> {
         let change = self.fleet.reconcile(discover(&workers, self.block_size)?);
         change
             .removed
             .iter()
-            .for_each(|member| self.tracker.close(member.slot));
+            .for_each(|member| self.tracker.close_slot(member.slot));
         change
             .added
             .iter()
-            .for_each(|member| self.tracker.open(member.slot, member.rank));
+            .for_each(|member| self.tracker.open_slot(member.slot, member.rank));
         (self.fleet, self.workers) = (change.fleet, workers);
-        self.with_peers(|peers, world, now, _| peers.look(world, now));
+        self.with_peers(|peers, world, now, _| peers.tick(world, now));
         Ok(())
     }
 
-    /// The booking of a request; a rank that is not there has no slot, so any number will do.
-    fn booking(&self, on: (u64, u32), blocks: Option<&[u64]>, tokens: u64) -> Booking {
-        let slot = self.fleet.slot(rank(on)).unwrap_or(Slot(u32::MAX));
+    /// Creates the booking of a request. An absent rank has no slot, so any number works.
+    fn booking(&self, on: (u64, u32), blocks: Option<&[u64]>, tokens: u64) -> LoadBooking {
+        let slot = self.fleet.slot(rank(on)).unwrap_or(RankSlot(u32::MAX));
         booking(slot, rank(on), blocks.unwrap_or(&[]), tokens)
     }
 
-    /// Takes a step; what comes of it, in the words of the reference.
-    fn run(&mut self, step: Op, expected: &Value) -> Value {
+    fn add_output_block(&mut self, request_id: &str, decay_fraction: Option<f64>) -> Value {
+        let request = named(request_id);
+        match self.ledger.add_output_block(request, decay_fraction) {
+            LedgerChange::Applied => json!("ok"),
+            _ => json!({ "error": format!("Request {request_id} not found") }),
+        }
+    }
+
+    /// Runs a step and returns its result in the reference's format.
+    fn run(&mut self, step: SequenceOp, expected: &Value) -> Value {
         match step {
-            Op::AddRequest(request) => {
+            SequenceOp::AddRequest(request) => {
                 let on = (request.worker_id, request.dp_rank);
                 let blocks = request.prompt_sequence_hashes.as_deref();
-                let booking = Booking {
+                let booking = LoadBooking {
                     track_prefill: request.track_prefill_tokens,
                     prefill_time: request
                         .expected_prefill_duration_ms
@@ -458,50 +489,45 @@ impl Bench {
                 };
                 self.add(&request.request_id, booking, expected)
             }
-            Op::AddRequestIfRegistered(request) => {
+            SequenceOp::AddRequestIfRegistered(request) => {
                 let on = (request.worker_id, request.dp_rank);
                 let blocks = request.prompt_sequence_hashes.as_deref();
                 let booking = self.booking(on, blocks, request.effective_prefill_tokens);
                 self.add(&request.request_id, booking, expected)
             }
-            Op::MarkPrefillCompleted { request_id } => {
+            SequenceOp::MarkPrefillCompleted { request_id } => {
                 changed(self.ledger.mark_prefill_completed(named(&request_id)))
             }
-            Op::AddOutputBlock {
+            SequenceOp::AddOutputBlock {
                 request_id,
                 decay_fraction,
-            } => match self.ledger.output_block(named(&request_id), decay_fraction) {
-                Change::Applied => json!("ok"),
-                _ => json!({ "error": format!("Request {request_id} not found") }),
-            },
-            Op::Free { request_id } => changed(self.ledger.free(named(&request_id))),
-            Op::ProjectWorkerLoads {
+            } => self.add_output_block(&request_id, decay_fraction),
+            SequenceOp::Free { request_id } => changed(self.ledger.free(named(&request_id))),
+            SequenceOp::ProjectWorkerLoads {
                 query_sequence_hashes,
             } => self.project(&query_sequence_hashes),
-            Op::AdvanceClock { ms } => {
+            SequenceOp::AdvanceClock { ms } => {
                 *self.now.lock() += Duration::from_millis(ms);
                 Value::Null
             }
-            Op::ForceExpireAllWorkers {} => {
+            SequenceOp::ForceExpireAllWorkers {} => {
                 self.ledger.expire();
                 Value::Null
             }
-            Op::ApplyReplicaEvents { events } => {
-                events.into_iter().for_each(|told| self.follow(told));
+            SequenceOp::ApplyReplicaEvents { events } => {
+                events.into_iter().for_each(|event| self.follow(event));
                 Value::Null
             }
-            Op::RegisterWorker(worker) => {
+            SequenceOp::RegisterWorker(worker) => {
                 self.reconcile([&self.workers[..], &[worker]].concat(), expected)
             }
-            Op::UpsertWorker(worker) => {
-                let others = self
-                    .workers
-                    .iter()
-                    .filter(|known| known.worker_id != worker.worker_id);
+            SequenceOp::UpsertWorker(worker) => {
+                let is_other = |known: &&SequenceWorker| known.worker_id != worker.worker_id;
+                let others = self.workers.iter().filter(is_other);
                 self.reconcile(others.chain([&worker]).cloned().collect(), expected)
             }
-            Op::ReconcileWorkers { ranges } => {
-                let worker = |(worker_id, dp_start, dp_size)| Worker {
+            SequenceOp::ReconcileWorkers { ranges } => {
+                let worker = |(worker_id, dp_start, dp_size)| SequenceWorker {
                     worker_id,
                     dp_start,
                     dp_size,
@@ -511,13 +537,13 @@ impl Bench {
         }
     }
 
-    /// A booking for a rank that is not there is refused.
-    fn add(&mut self, request: &str, booking: Booking, expected: &Value) -> Value {
-        let asked = booking.rank;
+    /// A booking for an absent rank is rejected.
+    fn add(&mut self, request: &str, booking: LoadBooking, expected: &Value) -> Value {
+        let requested = booking.rank;
         match self.ledger.add(named(request), vec![booking]) {
             Ok(_) => json!("ok"),
-            Err(Refused::NotServing { rank }) => {
-                assert_eq!(rank, asked);
+            Err(LedgerError::NotServing { rank }) => {
+                assert_eq!(rank, requested);
                 let shown = format!(
                     "WorkerWithDpRank {{ worker_id: {}, dp_rank: {} }}",
                     rank.worker.0, rank.rank.0
@@ -531,8 +557,8 @@ impl Bench {
         }
     }
 
-    /// Discovery refuses lists in its own words.
-    fn reconcile(&mut self, workers: Vec<Worker>, expected: &Value) -> Value {
+    /// Discovery reports rejected lists with its own messages.
+    fn reconcile(&mut self, workers: Vec<SequenceWorker>, expected: &Value) -> Value {
         match self.serve(workers) {
             Ok(()) => json!("ok"),
             Err(()) if is_error(expected) => expected.clone(),
@@ -540,15 +566,15 @@ impl Bench {
         }
     }
 
-    /// Another router does what the event says and sends it to this one.
-    fn follow(&mut self, told: Told) {
+    /// Applies an event at another router, which sends it to this one.
+    fn follow(&mut self, event: RemoteEvent) {
         let now = self.now.clone();
-        let router = told.router();
+        let router = event.router();
         let other = self
             .others
             .entry(router)
-            .or_insert_with(|| Other::new(router, now));
-        other.run(told);
+            .or_insert_with(|| OtherRouter::new(router, now));
+        other.run(event);
         let batches = other.batches();
         for batch in batches {
             self.receive(router, &batch);
@@ -560,48 +586,53 @@ impl Bench {
     fn receive(&mut self, router: u64, batch: &Batch) {
         let batch = Batch::decode(&batch.encode_to_vec()[..]).unwrap();
         let outcome =
-            self.with_peers(|peers, world, now, random| peers.hear(batch, world, now, random));
-        if !outcome.wishes.contains(&Wish::Ask(ReplicaId(router))) {
+            self.with_peers(|peers, world, now, random| peers.on_batch(batch, world, now, random));
+        if !outcome
+            .actions
+            .contains(&PeerAction::FetchSnapshot(ReplicaId(router)))
+        {
             return;
         }
         for part in self.others[&router].own.snapshot(&[]) {
             let part = SnapshotPart::decode(&part.encode_to_vec()[..]).unwrap();
-            self.with_peers(|peers, world, now, random| peers.take(part, world, now, random));
+            self.with_peers(|peers, world, now, random| {
+                peers.on_snapshot_part(part, world, now, random)
+            });
         }
     }
 
-    /// Changes what is known of other routers, as the task of the replica does.
+    /// Changes the state of other routers as the replica task does.
     fn with_peers(
         &mut self,
-        work: impl FnOnce(&mut Peers, &World<'_>, Instant, &mut SmallRng) -> Outcome,
-    ) -> Outcome {
+        work: impl FnOnce(&mut PeerTable, &LocalView<'_>, Instant, &mut SmallRng) -> PeerUpdate,
+    ) -> PeerUpdate {
         let Some(peers) = &mut self.peers else {
-            return Outcome::default();
+            return PeerUpdate::default();
         };
         let fleet = &self.fleet;
-        let world = World {
+        let world = LocalView {
             load: &self.tracker,
             generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
             key: None,
             sessions: None,
-            overloaded: &|_, _| (),
-            first_token: &|_| (),
-            routed: &|_| (),
-            booked: &|_| (),
+            on_overloaded: &|_, _| (),
+            on_first_token: &|_| (),
+            on_routed: &|_| (),
+            on_booked: &|_| (),
         };
         let now = *self.now.lock();
         work(peers, &world, now, &mut self.random)
     }
 
     fn project(&self, query: &[u64]) -> Value {
-        let query = Sequences::from_iter(chained(query));
+        let query = PromptSequences::from_iter(chained(query));
         let project = |view: &LoadView<'_>| {
             let additional = view.additional(&query);
-            let row = |member: &Member| {
+            let row = |member: &FleetMember| {
                 let load = view.load(member.slot, member.rank).unwrap();
-                let additional = additional.of(member.slot);
-                Projection {
+                let additional = additional.for_slot(member.slot);
+                LoadProjection {
                     worker_id: member.rank.worker.0,
                     dp_rank: member.rank.rank.0,
                     active_decode_blocks: load.active_blocks,
@@ -615,7 +646,7 @@ impl Bench {
             rows.sort_by_key(|row| (row.worker_id, row.dp_rank));
             rows
         };
-        json!(self.tracker.look(project))
+        json!(self.tracker.read(project))
     }
 
     fn state(&self) -> Vec<State> {
@@ -636,8 +667,8 @@ fn is_error(expected: &Value) -> bool {
         .is_some_and(|fields| fields.keys().eq(["error"]))
 }
 
-fn changed(change: Change) -> Value {
-    json!(if change == Change::Applied {
+fn changed(change: LedgerChange) -> Value {
+    json!(if change == LedgerChange::Applied {
         "Applied"
     } else {
         "NoChange"
@@ -649,17 +680,17 @@ fn sorted(mut state: Vec<State>) -> Vec<State> {
     state
 }
 
-pub(crate) fn run(text: &str) -> Report {
+pub(crate) fn run(text: &str) -> CheckReport {
     run_cases(
         text,
         DEVIATIONS,
-        |case: &Case| case.description.clone(),
+        |case: &SequenceCase| case.description.clone(),
         check,
     )
 }
 
-fn check(case: Case, check: &mut Check) {
-    let mut bench = Bench::new(&case);
+fn check(case: SequenceCase, check: &mut CaseCheck) {
+    let mut bench = SequenceHarness::new(&case);
     for (at, step) in case.steps.into_iter().enumerate() {
         let result = bench.run(step.step, &step.result);
         check.same(format_args!("result of step {at}"), result, step.result);

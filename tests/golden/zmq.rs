@@ -1,22 +1,23 @@
-//! Event batches, as they are decoded and converted.
+//! Decoding and conversion of event batches.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
-use warmroute::block::EngineHash;
-use warmroute::index::KvEvent;
-use warmroute::kv_events::wire::{
-    self, Batch, Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored,
+use warmroute_core::block::{EngineHash, StorageTier};
+use warmroute_core::index::KvEvent;
+use warmroute_core::worker::BlockSize;
+use warmroute_engines::kv_events::wire::{
+    self, AttentionKind, BlockOwnership, EngineEvent, EventBatch, EventOrigin, ExtraKey,
+    StorageLocality, StorageMedium, StoredEvent,
 };
-use warmroute::kv_events::{Converted, MediaTokens, Normalizer};
-use warmroute::tier::Tier;
-use warmroute::worker::BlockSize;
+use warmroute_engines::kv_events::{ConvertedEvent, EventNormalizer, MediaTokens};
 
-use super::frame::{Check, Deviation, Report, run_cases};
+use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 
-/// What the reference shows of events and we do not keep: the session, and what only its own index needs.
+/// Event fields of the reference that are not retained: the session, and fields that only its own
+/// index needs.
 const NOT_KEPT: [&str; 1] = ["session_id"];
 
-const DEVIATIONS: &[Deviation] = &[Deviation {
+const DEVIATIONS: &[GoldenDeviation] = &[GoldenDeviation {
     case: "block_size mismatch: stored with no blocks",
     at: "batch 0, event 0",
     ours: r#"{"event":{"data":{"type":"stored","parent_block_hash":null,"blocks":[
@@ -30,7 +31,7 @@ const DEVIATIONS: &[Deviation] = &[Deviation {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Case {
+struct ZmqCase {
     description: String,
     batches: Vec<BatchCase>,
     kv_block_size: u32,
@@ -43,22 +44,22 @@ struct Case {
 #[serde(deny_unknown_fields)]
 struct BatchCase {
     payload_hex: String,
-    output: Output,
+    output: ZmqOutput,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, untagged)]
-enum Output {
+enum ZmqOutput {
     Refused {
         #[serde(rename = "decode_error")]
         _decode_error: String,
     },
-    Decoded(Decoded),
+    Decoded(DecodedBatch),
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Decoded {
+struct DecodedBatch {
     timestamp: f64,
     batch_dp_rank: Option<u32>,
     effective_dp_rank: u32,
@@ -82,7 +83,7 @@ struct MediaCase {
 #[serde(deny_unknown_fields)]
 struct ObjectCase {
     mm_hash: u64,
-    /// Where in the block it lies enters no hash.
+    /// The position inside the block enters no hash.
     #[serde(rename = "offsets")]
     _offsets: Vec<(u32, u32)>,
 }
@@ -98,31 +99,31 @@ fn hex(number: u64) -> Value {
     json!(format!("{number:#018x}"))
 }
 
-pub(crate) fn run(text: &str) -> Report {
+pub(crate) fn run(text: &str) -> CheckReport {
     run_cases(
         text,
         DEVIATIONS,
-        |case: &Case| case.description.clone(),
+        |case: &ZmqCase| case.description.clone(),
         |case, comparisons| check(&case, comparisons),
     )
 }
 
-fn check(case: &Case, check: &mut Check) {
+fn check(case: &ZmqCase, check: &mut CaseCheck) {
     let size = BlockSize::new(case.kv_block_size).unwrap();
     let media = MediaTokens {
         image: case.image_token_id,
         video: case.video_token_id,
     };
-    let mut normalizer = Normalizer::new(size, media);
+    let mut normalizer = EventNormalizer::new(size, media);
     let mut next_id = 0u64;
     for (nth, batch) in case.batches.iter().enumerate() {
         let decoded = wire::decode(&bytes(&batch.payload_hex));
         let expected = match &batch.output {
-            Output::Refused { .. } => {
+            ZmqOutput::Refused { .. } => {
                 assert!(decoded.is_err(), "batch {nth}: {decoded:?}");
                 continue;
             }
-            Output::Decoded(expected) => expected,
+            ZmqOutput::Decoded(expected) => expected,
         };
         let decoded = decoded.unwrap_or_else(|error| panic!("batch {nth}: {error}"));
         check_batch(&decoded, expected, case.listener_dp_rank);
@@ -140,9 +141,11 @@ fn check(case: &Case, check: &mut Check) {
     }
 }
 
-/// The objects that entered the block hashes are those of the event.
-fn check_media(place: &str, event: &Event, expected: &Value) {
-    let Event::Stored(stored) = event else { return };
+/// The objects in the block hashes are those of the event.
+fn check_media(place: &str, event: &EngineEvent, expected: &Value) {
+    let EngineEvent::Stored(stored) = event else {
+        return;
+    };
     let media = stored.media.clone().unwrap_or_else(|| marked(stored));
     let blocks = expected["event"]["data"]["blocks"]
         .as_array()
@@ -158,14 +161,14 @@ fn check_media(place: &str, event: &Event, expected: &Value) {
     }
 }
 
-fn check_batch(batch: &Batch, expected: &Decoded, listener: u32) {
+fn check_batch(batch: &EventBatch, expected: &DecodedBatch, listener: u32) {
     assert_eq!(batch.timestamp, expected.timestamp);
     assert_eq!(batch.rank, expected.batch_dp_rank);
     assert_eq!(batch.rank.unwrap_or(listener), expected.effective_dp_rank);
     assert_eq!(batch.events.len(), expected.events.len());
 }
 
-/// Fails on a field that no check knows.
+/// Fails on an unknown field.
 fn only(value: &Value, fields: &[&str]) {
     for field in value.as_object().unwrap().keys() {
         assert!(
@@ -175,13 +178,14 @@ fn only(value: &Value, fields: &[&str]) {
     }
 }
 
-/// Compares everything the reference shows of a decoded event with what we read; words as we class them.
-fn check_decoded(name: &str, event: &Event, expected: &Value) {
+/// Compares all fields of a decoded event that the reference prints. Strings are compared by their
+/// class.
+fn check_decoded(name: &str, event: &EngineEvent, expected: &Value) {
     let kind = match event {
-        Event::Stored(_) => "BlockStored",
-        Event::Removed { .. } => "BlockRemoved",
-        Event::Cleared { .. } => "AllBlocksCleared",
-        Event::Ignored => "Ignored",
+        EngineEvent::Stored(_) => "BlockStored",
+        EngineEvent::Removed { .. } => "BlockRemoved",
+        EngineEvent::Cleared { .. } => "AllBlocksCleared",
+        EngineEvent::Ignored => "Ignored",
     };
     for (field, expected) in expected.as_object().unwrap() {
         let matches = match field.as_str() {
@@ -194,8 +198,8 @@ fn check_decoded(name: &str, event: &Event, expected: &Value) {
                     .map(|value| hash(name, value))
                     .collect::<Vec<_>>();
                 match event {
-                    Event::Stored(stored) => stored.hashes == hashes,
-                    Event::Removed {
+                    EngineEvent::Stored(stored) => stored.hashes == hashes,
+                    EngineEvent::Removed {
                         hashes: removed, ..
                     } => *removed == hashes,
                     _ => false,
@@ -203,8 +207,8 @@ fn check_decoded(name: &str, event: &Event, expected: &Value) {
             }
             "ownership" if kind == "AllBlocksCleared" => {
                 *event
-                    == Event::Cleared {
-                        ownership: Ownership::from(expected.as_str().unwrap()),
+                    == EngineEvent::Cleared {
+                        ownership: BlockOwnership::from(expected.as_str().unwrap()),
                     }
             }
             "group_idx" | "kv_cache_spec_kind" | "medium" | "locality" | "ownership" => {
@@ -224,24 +228,24 @@ fn hash(name: &str, value: &Value) -> EngineHash {
     }
 }
 
-fn is_of_origin(event: &Event, field: &str, expected: &Value) -> bool {
-    let origin: &Origin = match event {
-        Event::Stored(stored) => &stored.origin,
-        Event::Removed { origin, .. } => origin,
+fn is_of_origin(event: &EngineEvent, field: &str, expected: &Value) -> bool {
+    let origin: &EventOrigin = match event {
+        EngineEvent::Stored(stored) => &stored.origin,
+        EngineEvent::Removed { origin, .. } => origin,
         _ => return false,
     };
     let word = || expected.as_str().unwrap();
     match field {
         "group_idx" => json!(origin.group) == *expected,
-        "kv_cache_spec_kind" => origin.kind == Some(Kind::from(word())),
-        "medium" => origin.medium == Medium::from(word()),
-        "locality" => origin.locality == Locality::from(word()),
-        _ => origin.ownership == Ownership::from(word()),
+        "kv_cache_spec_kind" => origin.kind == Some(AttentionKind::from(word())),
+        "medium" => origin.medium == StorageMedium::from(word()),
+        "locality" => origin.locality == StorageLocality::from(word()),
+        _ => origin.ownership == BlockOwnership::from(word()),
     }
 }
 
-/// Objects that are named by marks in the extra keys.
-fn marked(stored: &Stored) -> Vec<Vec<u64>> {
+/// Objects that extra keys identify by marks.
+fn marked(stored: &StoredEvent) -> Vec<Vec<u64>> {
     let hash = |key: &ExtraKey| match key {
         ExtraKey::Text(text) => text
             .strip_suffix(&"0".repeat(48))
@@ -255,8 +259,8 @@ fn marked(stored: &Stored) -> Vec<Vec<u64>> {
         .collect()
 }
 
-fn is_of_store(name: &str, event: &Event, field: &str, expected: &Value) -> bool {
-    let Event::Stored(stored) = event else {
+fn is_of_store(name: &str, event: &EngineEvent, field: &str, expected: &Value) -> bool {
+    let EngineEvent::Stored(stored) = event else {
         return false;
     };
     let media = |blocks: &Value| {
@@ -280,7 +284,7 @@ fn is_of_store(name: &str, event: &Event, field: &str, expected: &Value) -> bool
         "token_ids" => json!(stored.tokens.ids) == *expected,
         "is_eagle" => json!(stored.tokens.bigrams) == *expected,
         "block_size" => json!(stored.block_size) == *expected,
-        "lora_name" => json!(stored.lora) == *expected,
+        "lora_name" => json!(stored.lora_name) == *expected,
         "cache_salt" => {
             let keys = stored.extra_keys.iter().take(1).flatten();
             let mut marked = keys.filter_map(|key| match key {
@@ -294,21 +298,22 @@ fn is_of_store(name: &str, event: &Event, field: &str, expected: &Value) -> bool
     }
 }
 
-/// Our result in the words of the golden file; an event that counts takes the next number, a filtered one takes none.
-fn result(converted: Converted, rank: u32, next_id: &mut u64) -> Value {
+/// Returns the result in the format of the golden file. Counted events take the next number;
+/// filtered ones take none.
+fn result(converted: ConvertedEvent, rank: u32, next_id: &mut u64) -> Value {
     let event = match converted {
-        Converted::Filtered(reason) | Converted::Group(reason, _) => {
+        ConvertedEvent::Filtered(reason) | ConvertedEvent::GroupEvent(reason, _) => {
             return json!({ "filtered": reason.as_str() });
         }
-        Converted::Event(event) => event,
-        Converted::Resized(anew) => return result(*anew, rank, next_id),
-        Converted::Regrouped(events, _) => panic!("no case has smaller blocks: {events:?}"),
+        ConvertedEvent::Event(event) => event,
+        ConvertedEvent::BlockSizeChanged(anew) => return result(*anew, rank, next_id),
+        ConvertedEvent::IndexEvents(events, _) => panic!("no case has smaller blocks: {events:?}"),
     };
-    let tier = |tier: Tier| match tier {
-        Tier::Device => "Device",
-        Tier::HostPinned => "HostPinned",
-        Tier::Disk => "Disk",
-        Tier::External => "External",
+    let tier = |tier: StorageTier| match tier {
+        StorageTier::Device => "Device",
+        StorageTier::HostPinned => "HostPinned",
+        StorageTier::Disk => "Disk",
+        StorageTier::External => "External",
     };
     let (data, tier) = match event {
         KvEvent::Stored {
@@ -340,7 +345,8 @@ fn result(converted: Converted, rank: u32, next_id: &mut u64) -> Value {
     event
 }
 
-/// The golden result without what we do not keep: the session, and multimodal hashes beside the block hash they entered.
+/// Removes fields that are not retained from the golden result: the session, and multimodal hashes
+/// next to the block hash that includes them.
 fn comparable(expected: &Value) -> Value {
     only(expected, &["event", "filtered"]);
     let mut expected = expected.clone();

@@ -1,48 +1,48 @@
 //! Memory of the KV event state of a rank and of one decoded batch.
 
-use warmroute::block::EngineHash;
-use warmroute::kv_events::wire::{self, Event, Stored, Tokens};
-use warmroute::kv_events::{Converted, Filtered, MediaTokens, Normalizer};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::EngineHash;
+use warmroute_core::worker::BlockSize;
+use warmroute_engines::kv_events::wire::{self, EngineEvent, EventTokens, StoredEvent};
+use warmroute_engines::kv_events::{ConvertedEvent, EventNormalizer, FilterReason, MediaTokens};
 
 use crate::{MIB, measure, mix};
 
-/// Salts that are remembered of a rank.
+/// Maximum number of salts per rank.
 const SALTS: u64 = 1 << 22;
-/// Bytes of salts that are remembered of a rank.
+/// Maximum number of salt bytes per rank.
 const SALT_BYTES: u64 = 1 << 28;
-/// Parts of blocks that are remembered of a rank whose blocks are smaller than those of the model.
+/// Maximum number of block parts per rank, if its blocks are smaller than those of the model.
 const PARTS: u64 = 1 << 21;
 
-/// A prompt of blocks with one token each.
-fn prompt(from: u64, count: u64, salt: Option<String>) -> Event {
+/// Returns a prompt of blocks with one token each.
+fn prompt(from: u64, count: u64, salt: Option<String>) -> EngineEvent {
     let hashes = (from..from + count).map(|at| EngineHash(mix(at))).collect();
-    let tokens = Tokens {
+    let tokens = EventTokens {
         ids: (from..from + count).map(|at| at as u32).collect(),
         bigrams: false,
     };
-    Event::Stored(Box::new(Stored {
+    EngineEvent::Stored(Box::new(StoredEvent {
         hashes,
         tokens,
         block_size: 1,
         cache_salt: salt,
-        ..Stored::default()
+        ..StoredEvent::default()
     }))
 }
 
-fn normalizer(block_size: usize) -> Normalizer {
-    Normalizer::new(
+fn normalizer(block_size: usize) -> EventNormalizer {
+    EventNormalizer::new(
         BlockSize::new(block_size as u32).unwrap(),
         MediaTokens::default(),
     )
 }
 
-/// A block that follows another one, whose salt is inherited.
-fn follows(parent: u64) -> Event {
-    let Event::Stored(stored) = prompt(1 << 50, 1, None) else {
+/// Returns a block after another one, whose salt it inherits.
+fn follows(parent: u64) -> EngineEvent {
+    let EngineEvent::Stored(stored) = prompt(1 << 50, 1, None) else {
         unreachable!("a store")
     };
-    Event::Stored(Box::new(Stored {
+    EngineEvent::Stored(Box::new(StoredEvent {
         parent: Some(EngineHash(mix(parent))),
         ..*stored
     }))
@@ -57,11 +57,14 @@ fn blocks_with_salts() {
         }
         assert!(matches!(
             normalizer.convert(&follows(SALTS - 1)),
-            Converted::Event(_)
+            ConvertedEvent::Event(_)
         ));
         let beyond = normalizer.convert(&follows(SALTS + 1));
         assert!(
-            matches!(beyond, Converted::Filtered(Filtered::AmbiguousSalt)),
+            matches!(
+                beyond,
+                ConvertedEvent::Filtered(FilterReason::AmbiguousSalt)
+            ),
             "{beyond:?}"
         );
         (SALTS, normalizer)
@@ -78,11 +81,14 @@ fn bytes_of_salts() {
         }
         assert!(matches!(
             normalizer.convert(&follows(most - 1)),
-            Converted::Event(_)
+            ConvertedEvent::Event(_)
         ));
         let beyond = normalizer.convert(&follows(most));
         assert!(
-            matches!(beyond, Converted::Filtered(Filtered::AmbiguousSalt)),
+            matches!(
+                beyond,
+                ConvertedEvent::Filtered(FilterReason::AmbiguousSalt)
+            ),
             "{beyond:?}"
         );
         (SALT_BYTES, normalizer)
@@ -98,7 +104,7 @@ fn parts_of_blocks() {
             normalizer.convert(&prompt(from, 64, None));
         }
         let beyond = normalizer.convert(&prompt(PARTS, 1, None));
-        let Converted::Regrouped(events, outcome) = beyond else {
+        let ConvertedEvent::IndexEvents(events, outcome) = beyond else {
             panic!("{beyond:?}")
         };
         assert_eq!((events.len(), outcome.as_str()), (0, "too_many_waiting"));
@@ -106,7 +112,7 @@ fn parts_of_blocks() {
     });
 }
 
-/// A batch with as many blocks, tokens, lists and keys as it may have.
+/// Returns a batch with the maximum numbers of blocks, tokens, lists and keys.
 fn largest_batch(blocks: usize) -> Vec<u8> {
     let length = |kind: u8, length: usize| [&[kind][..], &(length as u32).to_be_bytes()].concat();
     let mut batch = vec![0x93, 0xcb];
@@ -122,7 +128,7 @@ fn largest_batch(blocks: usize) -> Vec<u8> {
     batch.extend(b"GPU");
     batch.push(0xc0);
     batch.extend(length(0xdd, blocks));
-    // One key per block, a text of one letter.
+    // One key per block: a text of one letter.
     (0..blocks).for_each(|_| batch.extend([0x91, 0xa1, b'k']));
     batch.push(0xc0);
     batch
@@ -134,7 +140,7 @@ fn decoded_batch() {
         let batch = wire::decode(&largest_batch(1 << 20)).unwrap();
         let error = wire::decode(&largest_batch((1 << 20) + 1)).unwrap_err();
         assert!(matches!(error, wire::WireError::TooLarge(_)), "{error}");
-        // The messages themselves are 2 times 30 MiB.
+        // The messages themselves take 2 times 30 MiB.
         (240, batch)
     });
 }

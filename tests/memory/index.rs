@@ -1,33 +1,36 @@
-//! The prefix index of one worker rank.
+//! Memory of the prefix index, per worker rank.
 
 use std::sync::Arc;
 
-use warmroute::block::{EngineHash, LocalHash};
-use warmroute::index::{
-    BlockLimits, GroupNeed, KvEvent, Outcome, PrefixIndex, RankWriter, StoredBlock,
+use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
+use warmroute_core::index::{
+    ApplyOutcome, BlockLimits, GroupNeed, KvEvent, PrefixIndex, RankWriter, StoredBlock,
 };
-use warmroute::tier::Tier;
-use warmroute::worker::Slot;
+use warmroute_core::worker::RankSlot;
 
 use crate::{measure, mix, setting};
 
-/// Default of `index.most_blocks_per_tier`.
+/// Default of `index.max_blocks_per_tier`.
 const BLOCKS: u64 = 1 << 20;
-/// Blocks of a rank whose parent is unknown.
+/// Maximum number of orphans per rank.
 const AWAITING: u64 = 1 << 18;
 /// Tiers below the device.
-const LOWER: [Tier; 3] = [Tier::HostPinned, Tier::Disk, Tier::External];
+const LOWER: [StorageTier; 3] = [
+    StorageTier::HostPinned,
+    StorageTier::Disk,
+    StorageTier::External,
+];
 
 type IndexWithWriter = (Arc<PrefixIndex>, RankWriter);
 
 fn limited(blocks: u64) -> IndexWithWriter {
     let index = PrefixIndex::new();
-    let writer = index.join(Slot(0));
-    index.set_limits(Slot(0), BlockLimits::of_rank(None, blocks));
+    let writer = index.create_writer(RankSlot(0));
+    index.set_limits(RankSlot(0), BlockLimits::for_rank(None, blocks));
     (index, writer)
 }
 
-/// Blocks that are unlike any others.
+/// Returns blocks that differ from all others.
 fn blocks(from: u64, count: u64) -> Vec<StoredBlock> {
     let block = |at| StoredBlock {
         engine: EngineHash(mix(at)),
@@ -36,8 +39,8 @@ fn blocks(from: u64, count: u64) -> Vec<StoredBlock> {
     (from..from + count).map(block).collect()
 }
 
-/// Stores prompts of some blocks until a limit is reached.
-fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: Tier) {
+/// Stores prompts until a limit is reached.
+fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: StorageTier) {
     let mut at = from;
     loop {
         let event = KvEvent::Stored {
@@ -46,8 +49,8 @@ fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: Tier)
             tier,
         };
         match writer.apply(&event) {
-            Outcome::Ok | Outcome::DuplicateStore => at += prompt,
-            outcome => return assert_eq!(outcome, Outcome::IndexFull),
+            ApplyOutcome::Ok | ApplyOutcome::DuplicateStore => at += prompt,
+            outcome => return assert_eq!(outcome, ApplyOutcome::IndexFull),
         }
     }
 }
@@ -57,8 +60,8 @@ fn blocks_in_long_prompts() {
     measure("index::blocks_in_long_prompts", 128, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
-        // One more than divides the limit, so that the last prompt is cut.
-        store_until_full(&mut writer, 0, 513, Tier::Device);
+        // One more than a divisor of the limit, so that the last prompt is cut.
+        store_until_full(&mut writer, 0, 513, StorageTier::Device);
         assert_eq!(index.stats().total.device, most);
         (most, (index, writer))
     });
@@ -69,7 +72,7 @@ fn blocks_in_short_prompts() {
     measure("index::blocks_in_short_prompts", 512, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
-        store_until_full(&mut writer, 0, 1, Tier::Device);
+        store_until_full(&mut writer, 0, 1, StorageTier::Device);
         assert_eq!(
             (index.stats().total.device, index.stats().runs),
             (most, most)
@@ -78,16 +81,16 @@ fn blocks_in_short_prompts() {
     });
 }
 
-/// As many names as a rank may have, in all tiers, each with a further copy, after events were lost.
+/// The maximum number of hashes in all tiers, each with a further copy, after a gap.
 #[test]
-fn names_with_copies_after_lost_events() {
-    measure("index::names_with_copies_after_lost_events", 768, || {
+fn hashes_with_copies_after_gap() {
+    measure("index::hashes_with_copies_after_gap", 768, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         writer.apply(&KvEvent::Stored {
             parent: None,
             blocks: blocks(1 << 50, 1),
-            tier: Tier::Device,
+            tier: StorageTier::Device,
         });
         for tier in LOWER {
             writer.apply(&KvEvent::Stored {
@@ -96,19 +99,19 @@ fn names_with_copies_after_lost_events() {
                 tier,
             });
         }
-        writer.doubt();
-        store_until_full(&mut writer, 0, 1, Tier::Device);
+        writer.record_gap();
+        store_until_full(&mut writer, 0, 1, StorageTier::Device);
         for tier in LOWER {
             store_until_full(&mut writer, 1 << 30, 1, tier);
         }
-        // Further copies, until as many are counted as there may be names.
-        store_until_full(&mut writer, 0, 64, Tier::Device);
+        // Stores further copies until their limit is reached.
+        store_until_full(&mut writer, 0, 64, StorageTier::Device);
         let mut at = 1 << 30;
         while writer.apply(&KvEvent::Stored {
             parent: None,
             blocks: blocks(at, 1),
-            tier: Tier::HostPinned,
-        }) == Outcome::DuplicateStore
+            tier: StorageTier::HostPinned,
+        }) == ApplyOutcome::DuplicateStore
         {
             at += 1;
         }
@@ -123,8 +126,8 @@ fn names_with_copies_after_lost_events() {
 }
 
 #[test]
-fn names_of_one_block() {
-    measure("index::names_of_one_block", 64, || {
+fn hashes_of_one_block() {
+    measure("index::hashes_of_one_block", 64, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         for name in 0..3 * most {
@@ -135,7 +138,7 @@ fn names_of_one_block() {
             writer.apply(&KvEvent::Stored {
                 parent: None,
                 blocks,
-                tier: Tier::Device,
+                tier: StorageTier::Device,
             });
         }
         assert_eq!(index.stats().total.copies, 2 * most);
@@ -143,13 +146,13 @@ fn names_of_one_block() {
     });
 }
 
-/// As many shares as a rank may have, each with a further copy, after events were lost.
+/// The maximum number of shares, each with a further copy, after a gap.
 #[test]
 fn shares_of_cache_groups() {
     measure("index::shares_of_cache_groups", 320, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
-        let need = GroupNeed::Last {
+        let need = GroupNeed::Trailing {
             blocks: 2,
             stride: 1.try_into().unwrap(),
         };
@@ -162,32 +165,33 @@ fn shares_of_cache_groups() {
             })
         };
         store(&mut writer, 0);
-        writer.doubt();
+        writer.record_gap();
         for _ in 0..3 {
             (0..2 * most + 512)
                 .step_by(512)
                 .for_each(|from| _ = store(&mut writer, from));
         }
-        assert_eq!(store(&mut writer, 2 * most + 512), Outcome::IndexFull);
+        assert_eq!(store(&mut writer, 2 * most + 512), ApplyOutcome::IndexFull);
         assert!(index.stats().slots[0].over_limit >= 3 * 512);
         (2 * most, (index, writer))
     });
 }
 
 #[test]
-fn blocks_that_await_parents() {
-    measure("index::blocks_that_await_parents", 256, || {
+fn orphan_blocks() {
+    measure("index::orphan_blocks", 256, || {
         let (index, mut writer) = limited(BLOCKS);
         let store = |writer: &mut RankWriter, at: u64| {
             let parent = Some(EngineHash(mix(at + (1 << 50))));
             writer.apply(&KvEvent::Stored {
                 parent,
                 blocks: blocks(at, 1),
-                tier: Tier::Disk,
+                tier: StorageTier::Disk,
             })
         };
-        (0..AWAITING).for_each(|at| assert_eq!(store(&mut writer, at), Outcome::ParentAwaited));
-        assert_eq!(store(&mut writer, AWAITING), Outcome::TooManyWaiting);
+        (0..AWAITING)
+            .for_each(|at| assert_eq!(store(&mut writer, at), ApplyOutcome::ParentAwaited));
+        assert_eq!(store(&mut writer, AWAITING), ApplyOutcome::TooManyWaiting);
         assert_eq!(index.stats().total.waiting, AWAITING);
         (AWAITING, (index, writer))
     });

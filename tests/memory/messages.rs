@@ -19,26 +19,28 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
-use warmroute::block::{BlockHashes, LocalHash};
-use warmroute::settings::Period;
-use warmroute::shared_cache::{HttpSharedCache, SharedCache as _, SharedCacheConfig, SharedQuery};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::{BlockHashes, LocalHash};
+use warmroute_core::worker::BlockSize;
+use warmroute_engines::shared_cache::{
+    HttpSharedCache, SharedCache as _, SharedCacheConfig, SharedCacheQuery,
+};
+use warmroute_settings::Period;
 
-use crate::process::Process;
+use crate::support::process::WarmrouteProcess;
 use crate::{MemoryBound, MemoryMeter, measure};
 
-/// Clusters that an xDS stream may name.
+/// Maximum number of clusters in an xDS stream.
 const NAMES: usize = 4096;
-/// Default of `limits.connections`.
+/// Default of `listeners.limits.max_connections`.
 const CONNECTIONS: u64 = 1024;
-/// Blocks of a query to the shared cache.
+/// Blocks in a query to the shared cache.
 const QUERIED: u64 = 1 << 16;
 
-fn meter(process: &Process) -> MemoryMeter {
+fn meter(process: &WarmrouteProcess) -> MemoryMeter {
     MemoryMeter::start(&process.child.pid().to_string())
 }
 
-/// An exchange of which nothing has been received.
+/// Exchange that has received no message yet.
 type PendingExchange = (
     UnboundedSender<ProcessingRequest>,
     Streaming<ProcessingResponse>,
@@ -65,7 +67,8 @@ async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
     )
 }
 
-/// A completion with a prompt of tokens. Each token but the first has two bytes in the body.
+/// Returns a completion request with a prompt of tokens. Each token except the first one takes two
+/// bytes in the body.
 fn completion(first: usize, tokens: usize) -> Vec<Message> {
     let header = |(key, value): (&str, &str)| HeaderValue {
         key: key.to_owned(),
@@ -95,17 +98,16 @@ fn completion(first: usize, tokens: usize) -> Vec<Message> {
     ]
 }
 
-/// Bytes of each token: 2 in the body, which stays in the receive buffer of the gRPC stream, and 1 in the block hashes. The token
-/// ids, 4 bytes each, are dropped.
+/// Bytes per token: 2 in the body, which stays in the receive buffer of the gRPC stream, and 1 in
+/// the block hashes. The token ids, 4 bytes each, are dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tokens_of_waiting_requests() {
     const REQUESTS: usize = 32;
     const TOKENS: usize = 400_000;
-    let process = Process::start(
+    let process = WarmrouteProcess::start(
         json!({
-            "queue": {"prefill_busy_threshold": 1, "deadline": "600s", "refresh_after": "0s"},
-            "limits": {"exchange_deadline": "60s"},
-            "clients": {"trusted": true},
+            "queue": {"prefill_busy_threshold": 1, "timeout": "600s", "refresh_after": "0s"},
+            "requests": {"limits": {"decision_timeout": "60s"}, "clients": {"trusted": true}},
         }),
         &[],
     )
@@ -132,8 +134,8 @@ async fn tokens_of_waiting_requests() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_of_a_listener() {
-    let limits = json!({"connections": CONNECTIONS, "connections_per_peer": CONNECTIONS, "handshake": "600s"});
-    let process = Process::start(json!({ "limits": limits }), &[]).await;
+    let limits = json!({"max_connections": CONNECTIONS, "max_connections_per_peer": CONNECTIONS, "handshake_timeout": "600s"});
+    let process = WarmrouteProcess::start(json!({"listeners": {"limits": limits}}), &[]).await;
     let meter = meter(&process);
     let mut connections = Vec::new();
     for _ in 0..CONNECTIONS {
@@ -179,7 +181,7 @@ impl XdsStream {
         Self { sender, responses }
     }
 
-    /// Names clusters of so many bytes each, and the cluster of all workers.
+    /// Names `count` clusters of `bytes` bytes each, and the cluster of all workers.
     fn name(&self, count: usize, bytes: usize) {
         let unknown = (1..count).map(|at| format!("{at:0>bytes$}"));
         let resource_names = unknown.chain(["workers".to_owned()]).collect();
@@ -194,7 +196,7 @@ impl XdsStream {
             .unwrap();
     }
 
-    /// Asks for resources of unknown types, whose names have so many bytes.
+    /// Requests resources of unknown types. Each name has `bytes` bytes.
     fn ask_for_other_types(&self, count: usize, bytes: usize) {
         for at in 0..count {
             let type_url = format!("{at}{}", "x".repeat(bytes));
@@ -216,18 +218,18 @@ impl XdsStream {
     }
 }
 
-/// The names that a stream asked for, the names that were answered, and the names on `/debug/envoys`.
+/// Names requested by a stream, names in responses, and names on `/debug/envoys`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn names_of_xds_streams() {
     const STREAMS: usize = 16;
-    let process = Process::start(json!({"envoy": {"xds": {}}}), &[]).await;
+    let process = WarmrouteProcess::start(json!({"envoy": {"xds": {}}}), &[]).await;
     let channel = process.channel(process.grpc).await;
     let meter = meter(&process);
     let mut streams = Vec::new();
     for _ in 0..STREAMS {
         let mut stream = XdsStream::open(channel.clone()).await;
         stream.ask_for_other_types(64, 100 << 10);
-        // Half of the bytes: the names that were answered count again.
+        // Half of the bytes, because the names in responses count again.
         stream.name(NAMES, 128);
         let response = stream.responses.message().await.unwrap().unwrap();
         assert_eq!(
@@ -256,13 +258,13 @@ async fn names_of_xds_streams() {
     assert_eq!(process.metric("xds_streams").await, STREAMS as f64);
 }
 
-/// As many queries as may be under way, each of a prompt three times as long as a query.
+/// The maximum number of concurrent queries, each of a prompt three times as long as a query.
 #[test]
 fn queries_of_the_shared_cache() {
     const QUERIES: usize = 64;
     measure("messages::queries_of_the_shared_cache", 64, || {
         let locals = (0..3 * QUERIED).map(LocalHash).collect();
-        let prompt = BlockHashes::chain(48 << 16, BlockSize::new(16).unwrap(), locals);
+        let prompt = BlockHashes::from_locals(48 << 16, BlockSize::new(16).unwrap(), locals);
         let runtime = Runtime::new().unwrap();
         let held = runtime.block_on(hold_queries(QUERIES, Arc::new(prompt)));
         (QUERIES as u64 * QUERIED, (held, runtime))
@@ -275,16 +277,17 @@ async fn hold_queries(count: usize, prompt: Arc<BlockHashes>) -> (JoinSet<()>, V
     let url = format!("http://{}/lookup", listener.local_addr().unwrap());
     let config = SharedCacheConfig {
         timeout: Period::seconds(600),
-        ..SharedCacheConfig::at(url)
+        ..SharedCacheConfig::with_url(url)
     };
     let cache = Arc::new(HttpSharedCache::new(&config).unwrap());
     let mut queries = JoinSet::new();
     for _ in 0..count {
-        let (cache, prompt) = (cache.clone(), prompt.clone());
+        let cache = cache.clone();
+        let prompt = prompt.clone();
         queries.spawn(async move {
             drop(
                 cache
-                    .hits(SharedQuery {
+                    .query(SharedCacheQuery {
                         model: "m",
                         prompt: &prompt,
                     })

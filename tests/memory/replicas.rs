@@ -6,31 +6,33 @@ use std::time::{Duration, Instant};
 use prost::Message as _;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
-use warmroute::load::LoadTracker;
-use warmroute::replica::{Batch, Noted, Peers, ReplicaId, SnapshotPart, World};
-use warmroute::worker::{DpRank, Slot, WorkerId, WorkerRank};
+use warmroute::cluster::replica::{
+    Batch, LocalView, PeerChange, PeerTable, ReplicaId, SnapshotPart,
+};
+use warmroute_core::load::LoadTracker;
+use warmroute_core::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
 
 use crate::{MIB, measure, mix};
 
-/// Reservations that all peers may have.
+/// Maximum number of reservations of all peers.
 const RESERVATIONS: u64 = 1 << 18;
-/// Blocks that the reservations of all peers may have.
+/// Maximum number of blocks in the reservations of all peers.
 const RESERVED: u64 = 1 << 24;
-/// Memory of snapshots and batches that are kept until a snapshot is complete.
+/// Maximum memory of snapshots and batches that wait for the end of a snapshot.
 const PENDING: u64 = 256 * MIB;
 
 struct PeersFixture {
     load: Arc<LoadTracker>,
-    peers: Peers,
+    peers: PeerTable,
     random: SmallRng,
 }
 
 impl PeersFixture {
     fn new() -> Self {
-        let peers = Peers::new(ReplicaId(0), Duration::from_secs(3600));
+        let peers = PeerTable::new(ReplicaId(0), Duration::from_secs(3600));
         let load = LoadTracker::new(Instant::now);
-        load.open(
-            Slot(0),
+        load.open_slot(
+            RankSlot(0),
             WorkerRank {
                 worker: WorkerId(1),
                 rank: DpRank(0),
@@ -46,10 +48,10 @@ impl PeersFixture {
     fn receive(&mut self, message: &[u8]) {
         let batch = Batch::decode(message).unwrap();
         self.peers
-            .hear(batch, &world(&self.load), Instant::now(), &mut self.random);
+            .on_batch(batch, &world(&self.load), Instant::now(), &mut self.random);
     }
 
-    /// Answers with a snapshot without reservations.
+    /// Sends a snapshot without reservations.
     fn complete_snapshot(&mut self, replica: u64) {
         let snapshot = SnapshotPart {
             replica,
@@ -57,34 +59,36 @@ impl PeersFixture {
             last: true,
             ..SnapshotPart::default()
         };
-        let outcome = self.peers.take(
+        let outcome = self.peers.on_snapshot_part(
             snapshot,
             &world(&self.load),
             Instant::now(),
             &mut self.random,
         );
         assert!(
-            outcome.noted.contains(&Noted::Level(ReplicaId(replica), 0)),
+            outcome
+                .changes
+                .contains(&PeerChange::Synced(ReplicaId(replica), 0)),
             "{outcome:?}"
         );
     }
 }
 
-fn world(load: &Arc<LoadTracker>) -> World<'_> {
-    World {
+fn world(load: &Arc<LoadTracker>) -> LocalView<'_> {
+    LocalView {
         load,
         generation: 0,
-        slot: &|_| Some(Slot(0)),
+        slot: &|_| Some(RankSlot(0)),
         key: None,
         sessions: None,
-        overloaded: &|_, _| (),
-        first_token: &|_| (),
-        routed: &|_| (),
-        booked: &|_| (),
+        on_overloaded: &|_, _| (),
+        on_first_token: &|_| (),
+        on_routed: &|_| (),
+        on_booked: &|_| (),
     }
 }
 
-/// A field with a length.
+/// Encodes a field with a length.
 fn field(number: u8, content: &[u8]) -> Vec<u8> {
     let mut out = vec![number << 3 | 2];
     let mut length = content.len();
@@ -97,7 +101,7 @@ fn field(number: u8, content: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A batch of events.
+/// Encodes a batch of events.
 fn batch(replica: u64, sequence: u8, events: &[Vec<u8>]) -> Vec<u8> {
     let mut out = vec![0x09];
     out.extend(replica.to_le_bytes());
@@ -106,21 +110,22 @@ fn batch(replica: u64, sequence: u8, events: &[Vec<u8>]) -> Vec<u8> {
     out
 }
 
-/// Batches of empty events, which take two bytes in a message, from as many peers as there may be.
+/// Batches of empty events, which take two bytes in a message, from the maximum number of peers.
 #[test]
-fn batches_that_await_snapshots() {
-    measure("replicas::batches_that_await_snapshots", 1, || {
+fn batches_pending_snapshots() {
+    measure("replicas::batches_pending_snapshots", 1, || {
         let mut peers = PeersFixture::new();
         let events = vec![Vec::new(); 20_000];
         for sequence in 1..10 {
             (1..=128).for_each(|replica| peers.receive(&batch(replica, sequence, &events)));
         }
-        // Without a limit: 128 peers, 9 batches, 20,000 events of more than 100 bytes.
+        // Without the limit: 128 peers, 9 batches, and 20,000 events of more than 100 bytes.
         (PENDING, peers)
     });
 }
 
-/// Reservations whose blocks are not named, in messages of 30 bytes, from eight peers. Four of them exhaust the limit of all peers.
+/// Reservations without block hashes, in messages of 30 bytes, from eight peers. Four of them reach
+/// the limit of all peers.
 #[test]
 fn reserved_blocks_of_all_peers() {
     let prompt = field(3, &[2 << 3, 0xff, 0xff, 0xff, 0x7f]);
@@ -159,7 +164,7 @@ fn reservations_of_short_prompts() {
     });
 }
 
-/// A reservation with one block.
+/// Encodes a reservation with one block.
 fn short_reservation(id: u64) -> Vec<u8> {
     let number = |mut value: u64| {
         let mut out = Vec::new();

@@ -1,28 +1,29 @@
-//! Predictions, sessions, bookings and the prompt cache.
+//! Memory of predictions, sessions, bookings and the prompt cache.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
-use warmroute::load::ledger::{Attempt, Ledger, Refused, Rules};
-use warmroute::load::{Booking, LoadTracker, Sequences, Until};
-use warmroute::metrics::Metrics;
-use warmroute::openai::{self, Api};
-use warmroute::predict::{Policy, Predictor, Ttl};
-use warmroute::prompt::{Config, Encoder, PromptCache};
-use warmroute::sessions::{
-    Entry, Hold, Refused as SessionRefused, SessionName, SessionRules, Sessions,
+use warmroute_core::block::{BlockHashes, LocalHash, SequenceHash};
+use warmroute_core::load::ledger::{BookingLedger, LedgerError, LedgerRules, RequestAttempt};
+use warmroute_core::load::{BookingEnd, LoadBooking, LoadTracker, PromptSequences};
+use warmroute_core::predict::{EvictionPolicy, Predictor, TtlPolicy};
+use warmroute_core::sessions::{
+    SessionEntry, SessionError as SessionRefused, SessionLease, SessionName, SessionRecording,
+    SessionRules, SessionStore,
 };
-use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
+use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_metrics::Metrics;
+use warmroute_tokens::openai::{self, ApiKind};
+use warmroute_tokens::prompt::{Config, Encoder, PromptCache};
 
 use crate::{MIB, measure, measure_after, mix, setting};
 
-/// Default of `approximate.most_blocks_per_rank`.
+/// Default of `index.approximate.max_blocks_per_rank`.
 const PREDICTED: u64 = 1 << 20;
-/// Default of `api.booked_blocks`.
+/// Default of `listeners.api.max_booked_blocks`.
 const BOOKED_BLOCKS: u64 = 1 << 25;
-/// Default of `api.bookings`.
+/// Default of `listeners.api.max_bookings`.
 const BOOKINGS: u64 = 1 << 20;
 
 const RANK: WorkerRank = WorkerRank {
@@ -31,39 +32,39 @@ const RANK: WorkerRank = WorkerRank {
 };
 
 fn predictor(most_blocks_per_rank: u64) -> Arc<Predictor> {
-    let ttl = Ttl {
+    let ttl = TtlPolicy {
         ttl: Duration::from_secs(3600),
         most_blocks_per_rank,
     };
-    let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
-    predictor.open(Slot(0), RANK, None);
+    let predictor = Predictor::new(EvictionPolicy::Ttl(ttl), Instant::now);
+    predictor.open(RankSlot(0), RANK, None);
     predictor
 }
 
-/// A prompt that shares no block with others.
+/// Returns a prompt that shares no block with others.
 fn prompt(number: u64, blocks: u64) -> BlockHashes {
     let locals: Vec<_> = (number * blocks..(number + 1) * blocks)
         .map(|at| LocalHash(mix(at)))
         .collect();
-    BlockHashes::chain(locals.len() * 16, BlockSize::new(16).unwrap(), locals)
+    BlockHashes::from_locals(locals.len() * 16, BlockSize::new(16).unwrap(), locals)
 }
 
-/// As many blocks of accepted prompts as a rank may have, in prompts of some blocks.
+/// The maximum number of confirmed blocks of a rank, in prompts of `blocks` blocks.
 fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
     let most = setting(PREDICTED);
     let predictor = predictor(most);
     (0..most / blocks + 10)
-        .for_each(|number| drop(predictor.record(Slot(0), RANK, &prompt(number, blocks))));
+        .for_each(|number| drop(predictor.record(RankSlot(0), RANK, &prompt(number, blocks))));
     let stats = predictor.stats();
     assert_eq!((stats.blocks, stats.ranks[0].evicted), (most, 10 * blocks));
     (most, predictor)
 }
 
-/// The same of prompts in flight.
+/// Like [`confirmed`], for prompts in flight.
 fn in_flight(blocks: u64) -> (u64, impl Sized) {
     let most = setting(PREDICTED);
     let predictor = predictor(most);
-    let send = |number| predictor.send(Slot(0), RANK, &prompt(number, blocks));
+    let send = |number| predictor.record_in_flight(RankSlot(0), RANK, &prompt(number, blocks));
     let prompts: Vec<_> = (0..most / blocks + 10).map(send).collect();
     let stats = predictor.stats();
     assert_eq!(
@@ -106,7 +107,7 @@ fn blocks_of_short_prompts_in_flight() {
 fn idle_sessions() {
     measure("tables::idle_sessions", 2560, || {
         let rules = SessionRules::default();
-        let sessions = Sessions::new(rules, Instant::now);
+        let sessions = SessionStore::new(rules, Instant::now);
         for number in 0..rules.most_sessions + 100 {
             drop(first(&sessions, number));
         }
@@ -115,14 +116,16 @@ fn idle_sessions() {
     });
 }
 
-/// Sessions with requests, and as many notes of their moves as are kept while nothing reads them.
+/// Sessions with requests, and the maximum number of unread session updates.
 #[test]
 fn sessions_with_notes() {
     measure("tables::sessions_with_notes", 4096, || {
         let rules = SessionRules::default();
-        let sessions = Sessions::new(rules, Instant::now);
-        sessions.on_move(|| ());
-        sessions.on_word(1, || ());
+        let recording = SessionRecording {
+            moves: true,
+            updates_by: Some(1),
+        };
+        let sessions = SessionStore::with_listener(rules, Instant::now, recording, Arc::new(()));
         let mut holds: Vec<_> = (0..rules.most_sessions)
             .map(|number| first(&sessions, number))
             .collect();
@@ -148,8 +151,8 @@ fn sessions_with_notes() {
     });
 }
 
-/// The first request of a session of another tenant.
-fn first(sessions: &Arc<Sessions>, number: usize) -> Hold {
+/// Opens the first request of a session of another tenant.
+fn first(sessions: &Arc<SessionStore>, number: usize) -> SessionLease {
     let [id, tenant] = ["s", "t"].map(|kind| format!("{kind}{number:0>255}"));
     let name = SessionName {
         id: &id,
@@ -158,39 +161,39 @@ fn first(sessions: &Arc<Sessions>, number: usize) -> Hold {
         tenant: Some(&tenant),
     };
     match sessions.enter(name).unwrap() {
-        Entry::First(binding) => binding.bind(RANK),
+        SessionEntry::First(binding) => binding.bind(RANK),
         other => panic!("{other:?}"),
     }
 }
 
-fn ledger(most: u64, blocks: u64) -> Ledger {
+fn ledger(most: u64, blocks: u64) -> BookingLedger {
     let load = LoadTracker::new(Instant::now);
-    load.open(Slot(0), RANK);
-    let rules = Rules {
-        most: most as usize,
-        blocks: blocks as usize,
-        ended: most as usize / 8,
-        ..Rules::default()
+    load.open_slot(RankSlot(0), RANK);
+    let rules = LedgerRules {
+        max_bookings: most as usize,
+        max_blocks: blocks as usize,
+        max_ended: most as usize / 8,
+        ..LedgerRules::default()
     };
-    Ledger::new(load, rules)
+    BookingLedger::new(load, rules)
 }
 
-fn book(ledger: &mut Ledger, number: u64, blocks: u64) -> Result<(), Refused> {
+fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), LedgerError> {
     let hashes = (number * blocks..(number + 1) * blocks).map(|at| SequenceHash(mix(at)));
-    let booking = Booking {
-        slot: Slot(0),
+    let booking = LoadBooking {
+        slot: RankSlot(0),
         rank: RANK,
-        sequences: hashes.collect::<Sequences>(),
+        sequences: hashes.collect::<PromptSequences>(),
         prompt_tokens: blocks * 16,
         cached_tokens: 0,
         track_prefill: true,
         prefill_time: None,
-        until: Until::End,
+        end: BookingEnd::RequestEnd,
     };
     // Ids may have 512 bytes.
     ledger
         .add(
-            Attempt {
+            RequestAttempt {
                 request: &format!("{number:0>512}"),
                 number: 0,
             },
@@ -202,13 +205,13 @@ fn book(ledger: &mut Ledger, number: u64, blocks: u64) -> Result<(), Refused> {
 #[test]
 fn booked_blocks() {
     measure("tables::booked_blocks", 32, || {
-        // A thirty-second of the default setting: blocks are alike.
+        // A thirty-second of the default: blocks are alike.
         let most = BOOKED_BLOCKS / 32;
         let mut ledger = ledger(BOOKINGS, most);
         (0..most / 512).for_each(|number| book(&mut ledger, number, 512).unwrap());
         assert_eq!(
             book(&mut ledger, most, 512),
-            Err(Refused::Blocks {
+            Err(LedgerError::TooManyBlocks {
                 most: most as usize
             })
         );
@@ -224,7 +227,7 @@ fn bookings_of_short_prompts() {
         (0..most).for_each(|number| book(&mut ledger, number, 1).unwrap());
         assert_eq!(
             book(&mut ledger, most, 1),
-            Err(Refused::Full {
+            Err(LedgerError::Full {
                 most: most as usize
             })
         );
@@ -232,7 +235,7 @@ fn bookings_of_short_prompts() {
     });
 }
 
-/// An encoder that has tokenized a text, so that its own tables exist.
+/// Returns an encoder that has tokenized a text, so that its own tables exist.
 fn fast_encoder() -> Encoder {
     let file = "examples/models/qwen2.5/tokenizer.json.gz";
     let config = Config {
@@ -241,21 +244,21 @@ fn fast_encoder() -> Encoder {
         chat_template: None,
     };
     let encoder = Encoder::load(&config).unwrap();
-    encoder.quicken().unwrap();
+    encoder.enable_fast_path().unwrap();
     encoder
 }
 
 #[test]
 fn prompt_cache() {
     measure_after("tables::prompt_cache", 2, fast_encoder, |encoder| {
-        // `limits.prompt_cache`.
+        // `requests.limits.prompt_cache_size`.
         let most = setting(256 * MIB);
         let metrics = Arc::new(Metrics::new());
         let cache = PromptCache::new(most as usize, metrics.clone());
-        let (encoder, resumes) = encoder.resuming(cache.clone());
+        let (encoder, resumes) = encoder.with_prompt_cache(cache.clone());
         assert_eq!(resumes, Ok(()));
         let mut chat = 0_u64;
-        while metrics.prompt_cache_evictions.get() < 100 {
+        while metrics.tokens.prompt_cache_evictions.get() < 100 {
             let messages: Vec<_> = (0..20_u64)
                 .map(|number| {
                     let words = (0..40).map(|word| mix(chat * 1000 + number * 50 + word) % 100_000);
@@ -264,9 +267,9 @@ fn prompt_cache() {
                 })
                 .collect();
             let body = json!({"model": "m", "messages": messages}).to_string();
-            let request = openai::parse(Api::ChatCompletions, body.as_bytes()).unwrap();
+            let request = openai::parse(ApiKind::ChatCompletions, body.as_bytes()).unwrap();
             encoder
-                .tokenize_resuming(&encoder.render(&request).unwrap(), None)
+                .tokenize_cached(&encoder.render(&request).unwrap(), None)
                 .unwrap();
             chat += 1;
         }

@@ -1,57 +1,58 @@
-//! Requests to four APIs and the tokens that vLLM 0.32 made of them (`tests/data/tokens/apis-qwen2_5.json.gz`). The outcome of
-//! every case is asserted, so that a regression shows.
+//! Requests to four APIs compared with the tokens of vLLM 0.32
+//! (`tests/data/tokens/apis-qwen2_5.json.gz`). The outcome of every case is asserted, so that a
+//! regression shows.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use warmroute::openai::{self, Api};
-use warmroute::prompt::Exactness;
+use warmroute_tokens::openai::{self, ApiKind};
+use warmroute_tokens::prompt::TokenExactness;
 
 use super::QWEN;
 use super::further::contents;
 
-/// Length of the model that made the captures (`--max-model-len`).
+/// Context length of the captured engine (`--max-model-len`).
 const MAX_MODEL_LEN: u64 = 16384;
 
 #[derive(Deserialize)]
-struct Case {
+struct ApiCase {
     case: String,
     path: String,
     request: Box<RawValue>,
     status: u16,
     token_ids: Box<RawValue>,
-    /// Salt that the engine put on the prompt.
+    /// Cache salt that the engine applied.
     #[serde(default)]
     render_cache_salt: Option<String>,
 }
 
 /// Outcomes of the cases of one API.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Outcomes {
-    /// Our tokens are the engine's.
+struct CaseOutcomes {
+    /// Tokens equal the engine's.
     equal: usize,
-    /// They are not.
+    /// Tokens differ from the engine's.
     different: usize,
-    /// The engine answers, and we do not tokenize the request.
+    /// The engine accepts the request, but it is not tokenized here.
     declined: usize,
-    /// The engine refuses the request.
+    /// The engine rejects the request.
     refused: usize,
 }
 
-enum Outcome {
+enum ApiOutcome {
     Equal,
     Different,
     Declined(String),
     Refused,
 }
 
-/// The exact outcomes.
-const TABLE: [(&str, Outcomes); 4] = [
+/// Expected outcomes.
+const TABLE: [(&str, CaseOutcomes); 4] = [
     (
         "/inference/v1/generate",
-        Outcomes {
+        CaseOutcomes {
             equal: 19,
             different: 0,
             declined: 0,
@@ -60,7 +61,7 @@ const TABLE: [(&str, Outcomes); 4] = [
     ),
     (
         "/v1/chat/completions",
-        Outcomes {
+        CaseOutcomes {
             equal: 39,
             different: 0,
             declined: 1,
@@ -69,7 +70,7 @@ const TABLE: [(&str, Outcomes); 4] = [
     ),
     (
         "/v1/messages",
-        Outcomes {
+        CaseOutcomes {
             equal: 64,
             different: 0,
             declined: 1,
@@ -78,7 +79,7 @@ const TABLE: [(&str, Outcomes); 4] = [
     ),
     (
         "/v1/responses",
-        Outcomes {
+        CaseOutcomes {
             equal: 76,
             different: 0,
             declined: 2,
@@ -87,7 +88,7 @@ const TABLE: [(&str, Outcomes); 4] = [
     ),
 ];
 
-/// The declined cases, and why they are declined.
+/// Declined cases with the reason.
 const DECLINED: [(&str, &str); 4] = [
     (
         "chat transfer params with tokens",
@@ -104,29 +105,31 @@ const DECLINED: [(&str, &str); 4] = [
     ),
 ];
 
-fn cases() -> Vec<Case> {
+fn cases() -> Vec<ApiCase> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/apis-qwen2_5.json.gz");
     serde_json::from_slice(&contents(&data)).unwrap()
 }
 
-fn outcome(case: &Case) -> Outcome {
-    let api = Api::of_path(&case.path).unwrap();
+fn outcome(case: &ApiCase) -> ApiOutcome {
+    let api = ApiKind::from_path(&case.path).unwrap();
     let read = openai::parse(api, case.request.get().as_bytes());
     if case.status != 200 {
-        return Outcome::Refused;
+        return ApiOutcome::Refused;
     }
     let engine: Vec<u32> = serde_json::from_str(case.token_ids.get()).unwrap();
     let mut request = match read {
         Ok(request) => request,
-        Err(error) => return Outcome::Declined(error.to_string()),
+        Err(error) => return ApiOutcome::Declined(error.to_string()),
     };
-    request.measure(MAX_MODEL_LEN);
+    request.resolve_truncation(MAX_MODEL_LEN);
     match QWEN.encode(&request) {
-        Ok(encoded) if encoded.exact == Exactness::Exact && encoded.prompts == [engine] => {
-            Outcome::Equal
+        Ok(encoded)
+            if encoded.exactness == TokenExactness::Exact && encoded.prompts == [engine] =>
+        {
+            ApiOutcome::Equal
         }
-        Ok(_) => Outcome::Different,
-        Err(error) => Outcome::Declined(error.to_string()),
+        Ok(_) => ApiOutcome::Different,
+        Err(error) => ApiOutcome::Declined(error.to_string()),
     }
 }
 
@@ -134,21 +137,24 @@ fn outcome(case: &Case) -> Outcome {
 fn captured_api_requests_match_outcome_table() {
     let cases = cases();
     assert_eq!(cases.len(), 244);
-    let (mut table, mut declined, mut different) =
-        (BTreeMap::<&str, Outcomes>::new(), Vec::new(), Vec::new());
+    let (mut table, mut declined, mut different) = (
+        BTreeMap::<&str, CaseOutcomes>::new(),
+        Vec::new(),
+        Vec::new(),
+    );
     for case in &cases {
         let outcomes = table.entry(&case.path).or_default();
         match outcome(case) {
-            Outcome::Equal => outcomes.equal += 1,
-            Outcome::Different => {
+            ApiOutcome::Equal => outcomes.equal += 1,
+            ApiOutcome::Different => {
                 outcomes.different += 1;
                 different.push(&case.case);
             }
-            Outcome::Declined(why) => {
+            ApiOutcome::Declined(why) => {
                 outcomes.declined += 1;
                 declined.push((case.case.as_str(), why));
             }
-            Outcome::Refused => outcomes.refused += 1,
+            ApiOutcome::Refused => outcomes.refused += 1,
         }
     }
     assert!(different.is_empty(), "{different:#?}");
@@ -172,7 +178,7 @@ fn captured_cache_salts_are_read() {
             continue;
         };
         let request = openai::parse(
-            Api::of_path(&case.path).unwrap(),
+            ApiKind::from_path(&case.path).unwrap(),
             case.request.get().as_bytes(),
         )
         .unwrap();

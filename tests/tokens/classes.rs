@@ -1,24 +1,25 @@
-//! Small tokenizers as transformers really built them, class by class (`tests/data/tokens/make_classes.py`), against ours.
+//! Small tokenizers built by transformers, class by class (`tests/data/tokens/make_classes.py`),
+//! compared with those built here.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::Value;
-use warmroute::openai::{self, Api};
-use warmroute::prompt::{Config, EncodeError, Encoder, Traits};
+use serde_json::{Value, json};
+use warmroute_tokens::openai::{self, ApiKind};
+use warmroute_tokens::prompt::{Config, EncodeError, Encoder, ModelTraits};
 
 use super::further::contents;
 
 #[derive(Deserialize)]
-struct Made {
+struct MadeTokenizers {
     tokenizers: HashMap<String, Value>,
     texts: Vec<String>,
-    cases: Vec<Case>,
+    cases: Vec<ClassCase>,
 }
 
 #[derive(Deserialize)]
-struct Case {
+struct ClassCase {
     tokenizer: String,
     tokenizer_config: Value,
     config: Value,
@@ -27,7 +28,7 @@ struct Case {
     special: Vec<Vec<u32>>,
 }
 
-impl Case {
+impl ClassCase {
     fn name(&self) -> String {
         let mut settings = self.tokenizer_config.clone();
         settings
@@ -41,13 +42,13 @@ impl Case {
     }
 }
 
-fn made() -> Made {
+fn made() -> MadeTokenizers {
     let path =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/classes/encodings.json.gz");
     serde_json::from_slice(&contents(&path)).unwrap()
 }
 
-fn load(made: &Made, case: &Case, traits: &Traits) -> Result<Encoder, String> {
+fn load(made: &MadeTokenizers, case: &ClassCase, traits: &ModelTraits) -> Result<Encoder, String> {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, content: &Value| {
         let path = folder.path().join(name);
@@ -64,23 +65,25 @@ fn load(made: &Made, case: &Case, traits: &Traits) -> Result<Encoder, String> {
         tokenizer_config: None,
         chat_template: None,
     };
-    Encoder::load_as(&config, traits).map_err(|error| error.to_string())
+    Encoder::load_with_traits(&config, traits).map_err(|error| error.to_string())
 }
 
 fn tokens(encoder: &Encoder, text: &str, special: bool) -> Result<Vec<u32>, EncodeError> {
-    let body = serde_json::json!({"prompt": [text, "x"], "add_special_tokens": special});
-    let request = openai::parse(Api::Completions, &serde_json::to_vec(&body).unwrap()).unwrap();
+    let body = json!({"prompt": [text, "x"], "add_special_tokens": special});
+    let request = openai::parse(ApiKind::Completions, &serde_json::to_vec(&body).unwrap()).unwrap();
     encoder
         .encode(&request)
         .map(|mut encoded| encoded.prompts.remove(0))
 }
 
 #[test]
-fn tokenizers_of_every_class_make_the_tokens_that_transformers_makes() {
+fn every_tokenizer_class_matches_transformers() {
     let made = made();
-    let (mut equal, mut doubted, mut wrong) = (0, 0, Vec::new());
+    let mut equal = 0;
+    let mut doubted = 0;
+    let mut wrong = Vec::new();
     for case in &made.cases {
-        let encoder = match load(&made, case, &Traits::default()) {
+        let encoder = match load(&made, case, &ModelTraits::default()) {
             Ok(encoder) => encoder,
             Err(error) => {
                 wrong.push(format!("{}: {error}", case.name()));
@@ -116,128 +119,156 @@ fn tokenizers_of_every_class_make_the_tokens_that_transformers_makes() {
     );
 }
 
-#[test]
-fn what_is_not_known_to_be_built_as_the_engine_builds_it_is_refused_by_name() {
-    let made = made();
-    let case = |tokenizer: &str, class: &str, model: Option<&str>, more: Value| {
-        let mut tokenizer_config = made.of(tokenizer, None).tokenizer_config.clone();
-        tokenizer_config["tokenizer_class"] = class.into();
-        tokenizer_config
-            .as_object_mut()
-            .unwrap()
-            .extend(more.as_object().unwrap().clone());
+/// Class of a tokenizer that is built as its file is written.
+const AS_WRITTEN: &str = "TokenizersBackend";
+
+/// Settings of a tokenizer whose class is in the model's own code.
+fn own_code() -> Value {
+    json!({"auto_map": {"AutoTokenizer": [null, "tokenization.Own"]}})
+}
+
+impl MadeTokenizers {
+    /// Tokenizer of this class, in a model of this type. An empty class is none.
+    fn case(&self, tokenizer: &str, class: &str, model: Option<&str>, more: &Value) -> ClassCase {
+        let mut tokenizer_config = self.of(tokenizer, None).tokenizer_config.clone();
+        let fields = tokenizer_config.as_object_mut().unwrap();
+        fields.insert("tokenizer_class".to_owned(), class.into());
+        fields.extend(more.as_object().unwrap().clone());
         if class.is_empty() {
-            tokenizer_config
-                .as_object_mut()
-                .unwrap()
-                .remove("tokenizer_class");
+            fields.remove("tokenizer_class").unwrap();
         }
-        let config = model.map_or(
-            Value::Null,
-            |model| serde_json::json!({"model_type": model}),
-        );
-        let tokenizer = tokenizer.to_owned();
-        Case {
-            tokenizer,
+        ClassCase {
+            tokenizer: tokenizer.to_owned(),
             tokenizer_config,
-            config,
+            config: model.map_or(Value::Null, |model| json!({"model_type": model})),
             class: class.to_owned(),
             bare: Vec::new(),
             special: Vec::new(),
         }
-    };
-    let nothing = || serde_json::json!({});
-    let code = || serde_json::json!({"auto_map": {"AutoTokenizer": [null, "tokenization.Own"]}});
-    let written = "TokenizersBackend";
-    for (case, named, told) in [
-        (
-            case("bytes", "Qwen2TokenizerFast", None, nothing()),
-            "config.json",
-            "Qwen2Tokenizer",
-        ),
-        (
-            case("bytes", "GPTNeoXTokenizer", None, nothing()),
-            "config.json",
-            "CachedGPTNeoXTokenizerFast",
-        ),
-        // Of qwen2 these are Qwen2Tokenizer, and without a class nothing is as written for every type.
-        (
-            case("bytes", "PreTrainedTokenizerFast", None, nothing()),
-            "config.json",
-            written,
-        ),
-        (
-            case("bytes", "NotInTransformers", None, nothing()),
-            "config.json",
-            written,
-        ),
-        (
-            case("bytes", "", None, nothing()),
-            "config.json",
-            "GPT2Tokenizer",
-        ),
-        (
-            case("pieces", "", None, nothing()),
-            "config.json",
-            "GemmaTokenizer",
-        ),
-        (
-            case("pieces", "CodeLlamaTokenizer", Some("llama"), nothing()),
-            "CodeLlamaTokenizer",
-            "LlamaTokenizer",
-        ),
-        (
-            case("bytes", "RobertaTokenizerFast", Some("roberta"), nothing()),
-            "RobertaTokenizer",
-            written,
-        ),
-        // Distilled from one family into another, and loaded by a name that only the engine knows.
-        (
-            case("bytes", "LlamaTokenizerFast", Some("llama"), nothing()),
-            "tokenizer_class",
-            written,
-        ),
-        (
-            case("bytes", "TokenizersBackend", Some("own"), code()),
-            "auto_map",
-            written,
-        ),
-    ] {
-        let refused = load(&made, &case, &Traits::default()).unwrap_err();
+    }
+}
+
+#[test]
+fn tokenizer_without_model_type_is_rejected() {
+    let made = made();
+    assert_rejected(
+        &made,
+        vec![
+            (
+                made.case("bytes", "Qwen2TokenizerFast", None, &json!({})),
+                "config.json",
+                "Qwen2Tokenizer",
+            ),
+            (
+                made.case("bytes", "GPTNeoXTokenizer", None, &json!({})),
+                "config.json",
+                "CachedGPTNeoXTokenizerFast",
+            ),
+            // The model type qwen2 implies Qwen2Tokenizer. Without a class, no file is built as written
+            // for every type.
+            (
+                made.case("bytes", "PreTrainedTokenizerFast", None, &json!({})),
+                "config.json",
+                AS_WRITTEN,
+            ),
+            (
+                made.case("bytes", "NotInTransformers", None, &json!({})),
+                "config.json",
+                AS_WRITTEN,
+            ),
+            (
+                made.case("bytes", "", None, &json!({})),
+                "config.json",
+                "GPT2Tokenizer",
+            ),
+            (
+                made.case("pieces", "", None, &json!({})),
+                "config.json",
+                "GemmaTokenizer",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn unsupported_tokenizer_class_is_rejected() {
+    let made = made();
+    assert_rejected(
+        &made,
+        vec![
+            (
+                made.case("pieces", "CodeLlamaTokenizer", Some("llama"), &json!({})),
+                "CodeLlamaTokenizer",
+                "LlamaTokenizer",
+            ),
+            (
+                made.case("bytes", "RobertaTokenizerFast", Some("roberta"), &json!({})),
+                "RobertaTokenizer",
+                AS_WRITTEN,
+            ),
+            // Distilled from one family into another, with a class that only the engine knows.
+            (
+                made.case("bytes", "LlamaTokenizerFast", Some("llama"), &json!({})),
+                "tokenizer_class",
+                AS_WRITTEN,
+            ),
+            (
+                made.case("bytes", "TokenizersBackend", Some("own"), &own_code()),
+                "auto_map",
+                AS_WRITTEN,
+            ),
+        ],
+    );
+}
+
+/// Checks that each tokenizer is rejected with a text, and loads with the configured class.
+fn assert_rejected(made: &MadeTokenizers, cases: Vec<(ClassCase, &str, &str)>) {
+    for (case, named, configured) in cases {
+        let refused = load(made, &case, &ModelTraits::default()).unwrap_err();
         assert!(refused.contains(named), "{}: {refused}", case.name());
-        let traits = |told: &str| Traits {
-            tokenizer_class: Some(told.to_owned()),
-            ..Traits::default()
+        let traits = |configured: &str| ModelTraits {
+            tokenizer_class: Some(configured.to_owned()),
+            ..ModelTraits::default()
         };
         made.agrees(
-            &load(&made, &case, &traits(told)).unwrap(),
+            &load(made, &case, &traits(configured)).unwrap(),
             &case.tokenizer,
-            told,
+            configured,
         );
-        let nonsense = load(&made, &case, &traits("LLamaTokenizer")).unwrap_err();
+        let nonsense = load(made, &case, &traits("LLamaTokenizer")).unwrap_err();
         assert!(
             nonsense.contains("LLamaTokenizer"),
             "{}: {nonsense}",
             case.name()
         );
     }
+}
+
+#[test]
+fn tokenizer_of_unknown_class_is_built_as_written() {
+    let made = made();
     for case in [
-        // As written whatever the type: nothing that is taken in spite of the name fits this file.
-        case("pieces", "PreTrainedTokenizerFast", None, nothing()),
-        // vLLM never looks at the code of these.
-        case("bytes", "InternLM2Tokenizer", Some("internlm2"), code()),
+        // Built as written for every model type, because no forced class fits this file.
+        made.case("pieces", "PreTrainedTokenizerFast", None, &json!({})),
+        // vLLM does not run the code of these models.
+        made.case(
+            "bytes",
+            "InternLM2Tokenizer",
+            Some("internlm2"),
+            &own_code(),
+        ),
     ] {
         made.agrees(
-            &load(&made, &case, &Traits::default()).unwrap(),
+            &load(&made, &case, &ModelTraits::default()).unwrap(),
             &case.tokenizer,
-            written,
+            AS_WRITTEN,
         );
     }
 }
 
-impl Made {
-    /// The plainest case of a tokenizer, and of a class of it.
-    fn of(&self, tokenizer: &str, class: Option<&str>) -> &Case {
+impl MadeTokenizers {
+    /// Returns the default case of a tokenizer and class.
+    fn of(&self, tokenizer: &str, class: Option<&str>) -> &ClassCase {
         let cases = self.cases.iter().filter(|case| case.tokenizer == tokenizer);
         cases
             .into_iter()
@@ -245,7 +276,7 @@ impl Made {
             .unwrap()
     }
 
-    /// Holds an encoder against the tokens of a class.
+    /// Compares an encoder with the tokens of a class.
     fn agrees(&self, encoder: &Encoder, tokenizer: &str, class: &str) {
         let class = class.trim_start_matches("Cached").trim_end_matches("Fast");
         for (text, theirs) in self.texts.iter().zip(&self.of(tokenizer, Some(class)).bare) {

@@ -1,6 +1,8 @@
-//! Files of captured requests, held against our tokens: every `*.json` and `*.json.gz` of a folder that is a list of
-//! tokenisation cases or a scenario. `WARMROUTE_TOKEN_CASES=DIR cargo test --test tokens` runs those of DIR; without it the
-//! ones in `tests/data/tokens/engine` run. A file `models.yaml` in the folder tells tokenizers by the name of the model.
+//! Captured requests compared with the tokens of this encoder: every `*.json` and `*.json.gz` of a
+//! folder that is a list of tokenization cases or a scenario.
+//!
+//! `WARMROUTE_TOKEN_CASES=DIR cargo test --test tokens` reads DIR instead of
+//! `tests/data/tokens/engine`. A file `models.yaml` in the folder lists tokenizers by model name.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -10,12 +12,14 @@ use std::sync::Arc;
 use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute::openai::{self, Api, Chat, Prompt, Source};
-use warmroute::prompt::media::{ItemRule, Root, Rule};
-use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, TokenBudget, Traits};
+use warmroute_tokens::openai::{self, ApiKind, ChatPrompt, MediaSource, PromptInput};
+use warmroute_tokens::prompt::media::{EngineModelName, MediaItemRule, TokenCountRule};
+use warmroute_tokens::prompt::{
+    Config, Encoder, MediaConfig, ModelTraits, MultimodalPrompt, TokenBudget,
+};
 
-/// Of each of our own files, the cases, those that are equal, and those that are not compared, because the engine refused them
-/// or because we do. Whoever learns more raises the second number; nothing lowers it unseen.
+/// Expected counts of each bundled file: cases, equal ones, and those not compared because the
+/// engine or this encoder rejects them. The second number may only rise.
 const OWN: [(&str, [usize; 3]); 9] = [
     ("tokenization-cases-features.json.gz", [231, 185, 46]),
     ("tokenization-cases-messages-features.json.gz", [46, 38, 8]),
@@ -28,19 +32,19 @@ const OWN: [(&str, [usize; 3]); 9] = [
     ("tokenization-cases-tinyllama.json.gz", [201, 168, 33]),
 ];
 
-/// What the engines were started with that made the captures (`--max-model-len`).
+/// Context length of the captured engines (`--max-model-len`).
 const LONGEST: u64 = 16384;
 
 #[test]
 #[expect(
     clippy::disallowed_methods,
-    reason = "the switch that names another folder"
+    reason = "the folder is set by the environment"
 )]
-fn every_captured_file_of_a_folder_agrees() {
+fn captured_files_of_folder_match() {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/engine");
     let other = std::env::var_os("WARMROUTE_TOKEN_CASES").map(PathBuf::from);
     let folder = other.clone().unwrap_or(own);
-    let mut models = Tokenizers::of(&folder);
+    let mut models = TokenizerTable::of(&folder);
     let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
         .map(|entry| entry.unwrap().path())
@@ -52,12 +56,13 @@ fn every_captured_file_of_a_folder_agrees() {
         .collect();
     files.sort();
     let mut report = format!("\ntokens: files of {}\n", folder.display());
-    let (mut compared, mut different) = (0, 0);
+    let mut compared = 0;
+    let mut different = 0;
     let mut found = Vec::new();
     for file in &files {
         let tally = match serde_json::from_slice(&contents(file)) {
-            Ok(json) => Tally::of(file, &json, &mut models),
-            Err(error) => Tally::unread(format!("not read: {error}")),
+            Ok(json) => FileResult::of(file, &json, &mut models),
+            Err(error) => FileResult::unread(format!("not read: {error}")),
         };
         compared += tally.equal;
         different += tally.different.len();
@@ -67,7 +72,7 @@ fn every_captured_file_of_a_folder_agrees() {
         ));
         report += &tally.text(file_name(file));
     }
-    // Straight to the terminal: what tests print by macros is shown only when they fail.
+    // Written directly to the terminal, because captured output is shown only on failure.
     std::io::stderr().write_all(report.as_bytes()).unwrap();
     assert_eq!(
         different, 0,
@@ -88,7 +93,7 @@ fn file_name(path: &Path) -> &str {
         .unwrap_or_default()
 }
 
-/// What a file holds, plain or compressed.
+/// Content of a file, plain or compressed.
 pub(super) fn contents(path: &Path) -> Vec<u8> {
     let bytes = std::fs::read(path).unwrap();
     if !bytes.starts_with(&[0x1f, 0x8b]) {
@@ -101,22 +106,22 @@ pub(super) fn contents(path: &Path) -> Vec<u8> {
     plain
 }
 
-/// What became of the cases of one file.
+/// Results of one file.
 #[derive(Default)]
-struct Tally {
+struct FileResult {
     cases: usize,
     equal: usize,
     different: Vec<String>,
     skipped: Vec<String>,
 }
 
-enum Outcome {
+enum RequestOutcome {
     Equal,
     Different(String),
     Skipped(String),
 }
 
-impl Tally {
+impl FileResult {
     fn unread(why: String) -> Self {
         Self {
             skipped: vec![why],
@@ -124,7 +129,7 @@ impl Tally {
         }
     }
 
-    fn of(file: &Path, json: &Value, models: &mut Tokenizers) -> Self {
+    fn of(file: &Path, json: &Value, models: &mut TokenizerTable) -> Self {
         let name = file_name(file)
             .trim_end_matches(".gz")
             .trim_end_matches(".json");
@@ -136,7 +141,10 @@ impl Tally {
                     let label = case["case"]
                         .as_str()
                         .map_or_else(|| format!("case {at}"), str::to_owned);
-                    tally.add(&label, compare(&Asked::of_case(case), models, &[model]));
+                    tally.add(
+                        &label,
+                        compare(&CapturedRequest::of_case(case), models, &[model]),
+                    );
                 }
             }
             Value::Object(scenario) => {
@@ -162,15 +170,15 @@ impl Tally {
                     Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())
                 }));
                 for (at, step) in steps.iter().enumerate() {
-                    // An adapter has the tokenizer of the model it lies on.
-                    let asked: Vec<&str> = step["request"]["model"]
+                    // An adapter uses the tokenizer of its base model.
+                    let model_names: Vec<&str> = step["request"]["model"]
                         .as_str()
                         .into_iter()
                         .chain(names.iter().map(String::as_str))
                         .collect();
                     tally.add(
                         &format!("step {at}"),
-                        compare(&Asked::of_step(step), models, &asked),
+                        compare(&CapturedRequest::of_step(step), models, &model_names),
                     );
                 }
                 if steps.is_empty() {
@@ -184,17 +192,18 @@ impl Tally {
         tally
     }
 
-    fn add(&mut self, label: &str, outcome: Outcome) {
+    fn add(&mut self, label: &str, outcome: RequestOutcome) {
         self.cases += 1;
         match outcome {
-            Outcome::Equal => self.equal += 1,
-            Outcome::Different(how) => self.different.push(format!("{label}: {how}")),
-            Outcome::Skipped(why) => self.skipped.push(format!("{label}: {why}")),
+            RequestOutcome::Equal => self.equal += 1,
+            RequestOutcome::Different(how) => self.different.push(format!("{label}: {how}")),
+            RequestOutcome::Skipped(why) => self.skipped.push(format!("{label}: {why}")),
         }
     }
 
     fn text(&self, file: &str) -> String {
-        let (different, skipped) = (self.different.len(), self.skipped.len());
+        let different = self.different.len();
+        let skipped = self.skipped.len();
         let mut text = format!(
             "{file}: {} cases, {} equal, {different} different, {skipped} skipped\n",
             self.cases, self.equal
@@ -213,28 +222,29 @@ impl Tally {
     }
 }
 
-/// A request, and what the engine made of it.
-struct Asked<'j> {
-    api: Option<Api>,
+/// A request and the engine's result.
+struct CapturedRequest<'j> {
+    api: Option<ApiKind>,
     request: &'j Value,
-    engine: Engine,
-    /// The engine's names of images and the like, by modality.
+    engine: EngineResult,
+    /// The engine's media ids by modality.
     items: Option<&'j serde_json::Map<String, Value>>,
 }
 
-enum Engine {
-    /// The tokens of each prompt.
+enum EngineResult {
+    /// Tokens of each prompt.
     Tokens(Vec<Vec<u32>>),
-    /// Only how many they are together.
+    /// Total number of tokens only.
     Count(usize),
     Refused,
     Silent,
 }
 
-impl<'j> Asked<'j> {
+impl<'j> CapturedRequest<'j> {
     fn of_case(case: &'j Value) -> Self {
         let request = &case["request"];
-        // What its engine used beats what it says it would, and `/tokenize` knows nothing of truncation.
+        // The prompt that was used overrides the engine's answer in `/tokenize`, which ignores
+        // truncation.
         let keys = [
             "chat_prompt_token_ids",
             "prompt_token_ids",
@@ -247,16 +257,16 @@ impl<'j> Asked<'j> {
             .filter_map(|key| case.get(key))
             .filter(|value| !value.is_null())
             .collect();
-        let told = answers.iter().find_map(|answer| tokens_in(answer));
+        let reported = answers.iter().find_map(|answer| tokens_in(answer));
         let truncated = request["truncate_prompt_tokens"].is_number();
-        let engine = match told {
+        let engine = match reported {
             Some(tokens) if !answers.first().is_some_and(|first| is_refusal(first)) => {
-                Engine::Tokens(tokens)
+                EngineResult::Tokens(tokens)
             }
-            _ if answers.iter().any(|answer| is_refusal(answer)) => Engine::Refused,
+            _ if answers.iter().any(|answer| is_refusal(answer)) => EngineResult::Refused,
             _ => match tokens_in(&case["tokenize"]).filter(|_| !truncated) {
-                Some(tokens) => Engine::Tokens(tokens),
-                None => Engine::Silent,
+                Some(tokens) => EngineResult::Tokens(tokens),
+                None => EngineResult::Silent,
             },
         };
         Self {
@@ -268,7 +278,8 @@ impl<'j> Asked<'j> {
     }
 
     fn of_step(step: &'j Value) -> Self {
-        let (request, response) = (&step["request"], &step["response"]);
+        let request = &step["request"];
+        let response = &step["response"];
         let choices = response["choices"]
             .as_array()
             .map_or(&[][..], Vec::as_slice);
@@ -278,17 +289,17 @@ impl<'j> Asked<'j> {
             .step_by(prompts)
             .map(|choice| tokens_in(&choice["prompt_token_ids"])?.pop())
             .collect();
-        let told =
+        let reported =
             tokens_in(&response["prompt_token_ids"]).or_else(|| tokens_in(&response["token_ids"]));
-        let told = told.or(of_choices.filter(|lists| !lists.is_empty()));
+        let reported = reported.or(of_choices.filter(|lists| !lists.is_empty()));
         let count = response["usage"]["prompt_tokens"]
             .as_u64()
             .or_else(|| response["usage"]["input_tokens"].as_u64());
-        let engine = match (told, count) {
-            _ if is_refusal(response) => Engine::Refused,
-            (Some(tokens), _) => Engine::Tokens(tokens),
-            (None, Some(count)) => Engine::Count(count as usize),
-            (None, None) => Engine::Silent,
+        let engine = match (reported, count) {
+            _ if is_refusal(response) => EngineResult::Refused,
+            (Some(tokens), _) => EngineResult::Tokens(tokens),
+            (None, Some(count)) => EngineResult::Count(count as usize),
+            (None, None) => EngineResult::Silent,
         };
         Self {
             api: api_of(step, request),
@@ -299,12 +310,12 @@ impl<'j> Asked<'j> {
     }
 }
 
-fn api_of(holder: &Value, request: &Value) -> Option<Api> {
+fn api_of(holder: &Value, request: &Value) -> Option<ApiKind> {
     match holder["path"].as_str() {
-        Some(path) => Api::of_path(path.trim_end_matches("/render")),
-        None if request.get("messages").is_some() => Some(Api::ChatCompletions),
-        None if request.get("prompt").is_some() => Some(Api::Completions),
-        None if request.get("input").is_some() => Some(Api::Responses),
+        Some(path) => ApiKind::from_path(path.trim_end_matches("/render")),
+        None if request.get("messages").is_some() => Some(ApiKind::ChatCompletions),
+        None if request.get("prompt").is_some() => Some(ApiKind::Completions),
+        None if request.get("input").is_some() => Some(ApiKind::Responses),
         None => None,
     }
 }
@@ -315,7 +326,7 @@ fn is_refusal(answer: &Value) -> bool {
         || ["HTTP", "status", "code"].iter().any(|key| status(key))
 }
 
-/// Token lists in any of the shapes that answers have.
+/// Token lists in any response format.
 fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
     let ids = |list: &[Value]| -> Option<Vec<u32>> {
         list.iter()
@@ -338,64 +349,76 @@ fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
     }
 }
 
-fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcome {
-    let skipped = |why: String| Outcome::Skipped(why);
-    let Some(api) = asked.api else {
+fn compare(
+    captured: &CapturedRequest<'_>,
+    models: &mut TokenizerTable,
+    names: &[&str],
+) -> RequestOutcome {
+    let skipped = |why: String| RequestOutcome::Skipped(why);
+    let Some(api) = captured.api else {
         return skipped("not a request for a prompt".to_owned());
     };
-    let body = serde_json::to_vec(asked.request).unwrap();
+    let body = serde_json::to_vec(captured.request).unwrap();
     let mut request = match openai::parse(api, &body) {
-        _ if matches!(asked.engine, Engine::Refused) => {
+        _ if matches!(captured.engine, EngineResult::Refused) => {
             return skipped("the engine refused it".to_owned());
         }
-        _ if matches!(asked.engine, Engine::Silent) => {
-            return skipped("the engine told no tokens".to_owned());
+        _ if matches!(captured.engine, EngineResult::Silent) => {
+            return skipped("the engine reported no tokens".to_owned());
         }
         Ok(request) => request,
         Err(error) => return skipped(format!("not read: {error}")),
     };
-    request.measure(LONGEST);
+    request.resolve_truncation(LONGEST);
     let ours = match (&request.prompt, models.find(names)) {
-        // Tokens need no tokenizer.
-        (Prompt::Tokens(_), Err(_)) => models.any().encode(&request),
+        // Token prompts need no tokenizer.
+        (PromptInput::Tokens(_), Err(_)) => models.any().encode(&request),
         (_, Err(why)) => return skipped(why),
-        (Prompt::Chat(chat), Ok(encoder)) if chat.has_media() => {
+        (PromptInput::Chat(chat), Ok(encoder)) if chat.has_media() => {
             if models.remembers_another(chat) {
                 return skipped("the engine remembers another item of this uuid".to_owned());
             }
-            return match encoder.illustrate(&request, None, &TokenBudget::UNLIMITED, &Root::Unsaid)
-            {
-                Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
+            return match encoder.encode_multimodal(
+                &request,
+                None,
+                &TokenBudget::UNLIMITED,
+                &EngineModelName::Unreported,
+            ) {
+                Ok(ours) => against_multimodal(&ours, captured, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };
         }
         (_, Ok(encoder)) => encoder.encode(&request),
     };
     match ours {
-        Ok(ours) => against(&ours.prompts, &asked.engine),
+        Ok(ours) => against(&ours.prompts, &captured.engine),
         Err(error) => skipped(error.to_string()),
     }
 }
 
-fn against(ours: &[Vec<u32>], engine: &Engine) -> Outcome {
+fn against(ours: &[Vec<u32>], engine: &EngineResult) -> RequestOutcome {
     match engine {
-        Engine::Tokens(engine) if ours == engine => Outcome::Equal,
-        Engine::Tokens(engine) => Outcome::Different(difference(ours, engine)),
-        Engine::Count(count) => match ours.iter().map(Vec::len).sum::<usize>() {
-            ours if ours == *count => Outcome::Equal,
-            ours => Outcome::Different(format!("{ours} tokens, the engine counted {count}")),
+        EngineResult::Tokens(engine) if ours == engine => RequestOutcome::Equal,
+        EngineResult::Tokens(engine) => RequestOutcome::Different(difference(ours, engine)),
+        EngineResult::Count(count) => match ours.iter().map(Vec::len).sum::<usize>() {
+            ours if ours == *count => RequestOutcome::Equal,
+            ours => RequestOutcome::Different(format!("{ours} tokens, the engine counted {count}")),
         },
-        Engine::Refused | Engine::Silent => {
-            Outcome::Skipped("the engine told no tokens".to_owned())
+        EngineResult::Refused | EngineResult::Silent => {
+            RequestOutcome::Skipped("the engine reported no tokens".to_owned())
         }
     }
 }
 
-/// Of a prompt that is known only up to an image, what is known must be right.
-fn against_illustrated(ours: &Illustrated, asked: &Asked<'_>, named: bool) -> Outcome {
+/// For a prompt known only up to an image, the known tokens must be right.
+fn against_multimodal(
+    ours: &MultimodalPrompt,
+    captured: &CapturedRequest<'_>,
+    named: bool,
+) -> RequestOutcome {
     let known = ours.tokens.len();
-    let engine = &asked.engine;
-    if let (true, Some(items)) = (named, asked.items) {
+    let engine = &captured.engine;
+    if let (true, Some(items)) = (named, captured.items) {
         let mut theirs = items.clone();
         for item in &ours.items {
             let ids = theirs
@@ -404,7 +427,7 @@ fn against_illustrated(ours: &Illustrated, asked: &Asked<'_>, named: bool) -> Ou
             match ids.filter(|ids| !ids.is_empty()).map(|ids| ids.remove(0)) {
                 Some(id) if id == item.id.as_str() => {}
                 other => {
-                    return Outcome::Different(format!(
+                    return RequestOutcome::Different(format!(
                         "an item is named {}, by the engine {other:?}",
                         item.id
                     ));
@@ -413,15 +436,15 @@ fn against_illustrated(ours: &Illustrated, asked: &Asked<'_>, named: bool) -> Ou
         }
     }
     match engine {
-        _ if ours.whole => against(&[ours.tokens.to_vec()], engine),
-        Engine::Tokens(lists) => match lists.as_slice() {
-            [engine] if engine.starts_with(&ours.tokens) => Outcome::Skipped(format!(
+        _ if ours.is_complete => against(&[ours.tokens.to_vec()], engine),
+        EngineResult::Tokens(lists) => match lists.as_slice() {
+            [engine] if engine.starts_with(&ours.tokens) => RequestOutcome::Skipped(format!(
                 "partial: the first {known} of {} tokens are known, and equal",
                 engine.len()
             )),
-            _ => Outcome::Different(difference(&[ours.tokens.to_vec()], lists)),
+            _ => RequestOutcome::Different(difference(&[ours.tokens.to_vec()], lists)),
         },
-        _ => Outcome::Skipped(format!("partial: the first {known} tokens are known")),
+        _ => RequestOutcome::Skipped(format!("partial: the first {known} tokens are known")),
     }
 }
 
@@ -452,33 +475,56 @@ fn difference(ours: &[Vec<u32>], engine: &[Vec<u32>]) -> String {
 
 /// One entry of `models.yaml`.
 #[derive(Deserialize)]
-struct Entry {
+struct ModelEntry {
     name: String,
     tokenizer: PathBuf,
     #[serde(default)]
     config: Option<PathBuf>,
     #[serde(default)]
     chat_template: Option<PathBuf>,
-    /// What stands for images; otherwise told by a `preprocessor_config.json` beside the configuration.
-    #[serde(default)]
+    /// Media rules; by default those of a `preprocessor_config.json` next to the configuration.
+    #[serde(default, deserialize_with = "media_rules")]
     media: Option<MediaConfig>,
 }
 
-/// The tokenizers by the names of their models, each loaded when it is first asked for.
-struct Tokenizers {
-    entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
-    loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
-    /// What clients named, by the name.
-    named: BTreeMap<String, Option<Source>>,
+/// Media rules of captured cases. The keys of this file format are stable; those of the configuration differ.
+fn media_rules<'de, D: serde::Deserializer<'de>>(
+    input: D,
+) -> Result<Option<MediaConfig>, D::Error> {
+    let Some(mut media) = Option::<Value>::deserialize(input)? else {
+        return Ok(None);
+    };
+    let kinds = media.as_object_mut().into_iter().flatten();
+    for rule in kinds.filter_map(|(_, value)| value.as_object_mut()) {
+        for (key, setting) in [
+            ("rule", "token_count"),
+            ("preprocessor", "preprocessor_config"),
+            ("tokens", "tokens_per_item"),
+        ] {
+            if let Some(value) = rule.shift_remove(key) {
+                rule.insert(setting.to_owned(), value);
+            }
+        }
+    }
+    serde_json::from_value(media).map_err(serde::de::Error::custom)
 }
 
-impl Tokenizers {
+/// TokenizerTable by model name, loaded on first use.
+struct TokenizerTable {
+    entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
+    loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
+    /// Media sources by the id that a client gave.
+    named: BTreeMap<String, Option<MediaSource>>,
+}
+
+impl TokenizerTable {
     fn of(folder: &Path) -> Self {
         let mut entries = BTreeMap::new();
         let file = folder.join("models.yaml");
         if file.is_file() {
-            let list: Vec<Entry> = serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap())
-                .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+            let list: Vec<ModelEntry> =
+                serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap())
+                    .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
             for entry in list {
                 let tokenizer_config = entry.config.map(|config| folder.join(config));
                 let chat_template = entry.chat_template.map(|template| folder.join(template));
@@ -501,13 +547,13 @@ impl Tokenizers {
         }
     }
 
-    /// The tokenizer of the first of these names that has one, or why there is none.
+    /// Returns the tokenizer of the first of these names that has one, or the reason why none has.
     fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
         let listed = names
             .iter()
             .find(|name| self.entries.contains_key(**name))
             .map(|name| (*name).to_owned());
-        // Where there is only one, it must be this.
+        // A single model serves all names.
         let only = || {
             self.entries
                 .keys()
@@ -538,21 +584,22 @@ impl Tokenizers {
             .cloned()
             .unwrap_or_else(|| bundled_files(&name));
         let media = media.or_else(|| media_beside(&config));
-        let traits = Traits {
+        let traits = ModelTraits {
             name: name.clone(),
             media,
-            ..Traits::default()
+            ..ModelTraits::default()
         };
-        let loaded = Encoder::load_as(&config, &traits).map(Arc::new);
+        let loaded = Encoder::load_with_traits(&config, &traits).map(Arc::new);
         let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
         self.loaded.insert(name, loaded.clone());
         loaded
     }
 
-    /// Whether an item has the name of another one that came before it: the engine believes the name.
-    fn remembers_another(&mut self, chat: &Chat) -> bool {
+    /// Returns true if an item reuses the id of an earlier item with other content; the engine
+    /// trusts the id.
+    fn remembers_another(&mut self, chat: &ChatPrompt) -> bool {
         let mut another = false;
-        for media in chat.media() {
+        for media in chat.media_items() {
             let Some(name) = &media.uuid else { continue };
             another |= self
                 .named
@@ -563,7 +610,7 @@ impl Tokenizers {
         another
     }
 
-    /// Whether it is known what the engine was started with, and so how it names images.
+    /// Returns true if the engine's model argument, and thus its image ids, are known.
     fn names_media(&self, names: &[&str]) -> bool {
         let entry = names.iter().find_map(|name| self.entries.get(*name));
         entry
@@ -576,7 +623,7 @@ impl Tokenizers {
     }
 }
 
-/// The tokenizer among ours that a model of this name most likely has.
+/// Returns the bundled tokenizer that a model of this name most likely uses.
 fn bundled(name: &str) -> Option<&'static str> {
     let plain: String = name
         .to_lowercase()
@@ -615,7 +662,7 @@ fn bundled_files(name: &str) -> (Config, Option<MediaConfig>) {
     )
 }
 
-/// How images are counted, where the model's own file says so.
+/// Media rules from the model's own file.
 fn media_beside(config: &Config) -> Option<MediaConfig> {
     let preprocessor = config
         .tokenizer_config
@@ -626,12 +673,12 @@ fn media_beside(config: &Config) -> Option<MediaConfig> {
     let counts = json["image_processor_type"]
         .as_str()
         .is_some_and(|kind| kind.starts_with("Qwen2VLImageProcessor"));
-    let image = ItemRule {
+    let image = MediaItemRule {
         token: "<|image_pad|>".to_owned(),
         placeholder: Some("<|vision_start|><|image_pad|><|vision_end|>".to_owned()),
-        rule: Rule::Qwen2Vl,
-        tokens: None,
-        preprocessor: Some(preprocessor),
+        token_count: TokenCountRule::Qwen2Vl,
+        tokens_per_item: None,
+        preprocessor_config: Some(preprocessor),
         patch_size: None,
         merge_size: None,
         min_pixels: None,

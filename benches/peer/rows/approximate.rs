@@ -1,6 +1,6 @@
-//! Without events: what both sides believe of caches by their own decisions. Every request of the trace is asked for,
-//! recorded where it goes, and ends after some others have begun, as live requests do. The peer works in threads of its
-//! own, so the time is the CPU of the whole process.
+//! Approximate mode: the caches that both sides predict from their own decisions. Every request of
+//! the trace is queried and recorded where it goes, and ends after some others have begun. The peer
+//! uses several threads, so the time is the CPU time of the process.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -14,121 +14,126 @@ use dynamo_kv_router::protocols::{LocalBlockHash, WorkerWithDpRank};
 use dynamo_kv_router::scheduling::AttemptId;
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, OverlapScores, SyncIndexer};
 use tokio::runtime::Runtime;
-use warmroute::index::Overlaps;
-use warmroute::predict::{Lease, Policy, Predictor, Ttl};
-use warmroute::worker::{DpRank, Slot, WorkerId, WorkerRank};
+use warmroute_core::index::Overlaps;
+use warmroute_core::predict::{EvictionPolicy, PredictionLease, Predictor, TtlPolicy};
+use warmroute_core::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
 
-use crate::duel::{Table, process_cpu};
-use crate::rows::Goal;
+use crate::rows::StaticMeasure;
 use crate::sides::{assert_equal, peer_prompt};
-use crate::trace::Request;
-use crate::{Bench, memory, workload};
+use crate::trace::TraceRequest;
+use crate::{PeerBench, memory, workload};
+use warmroute_testbed::comparison::{ComparisonTable, process_cpu_nanos};
 
 const TIME: Option<f64> = Some(0.03);
 const HEAP: Option<f64> = Some(0.3);
 
 /// Longer than any run.
-const NEVER: Duration = Duration::from_secs(24 * 3600);
-/// Room for everything.
-const ANY: usize = 1 << 22;
-/// Requests that are under way at a time.
-const LIVE: usize = 256;
-/// Blocks that a rank holds where there is little room.
+const UNREACHED_TTL: Duration = Duration::from_secs(24 * 3600);
+/// A capacity that is never reached.
+const UNREACHED_CAPACITY: usize = 1 << 22;
+/// Concurrent requests.
+const CONCURRENT: usize = 256;
+/// Blocks per rank in the case with eviction.
 const CAPACITY: usize = 65_536;
 
-struct Case {
-    time: Goal,
-    heap: Goal,
-    keep: Keep,
+struct ApproximateCase {
+    time: StaticMeasure,
+    heap: StaticMeasure,
+    eviction: EvictionMode,
     ranks: u32,
 }
 
-/// How blocks leave.
+/// Eviction policy.
 #[derive(Clone, Copy)]
-enum Keep {
+enum EvictionMode {
     Ttl,
     Lru { capacity: usize },
 }
 
-const CASES: [Case; 3] = [
-    Case {
-        time: (
+const CASES: [ApproximateCase; 3] = [
+    ApproximateCase {
+        time: StaticMeasure::new(
             "approximate mode, TTL, 64 ranks: query + record",
             "µs CPU",
             TIME,
         ),
-        heap: ("approximate mode, TTL, heap per pair", "B", HEAP),
-        keep: Keep::Ttl,
+        heap: StaticMeasure::new("approximate mode, TTL, heap per pair", "B", HEAP),
+        eviction: EvictionMode::Ttl,
         ranks: 64,
     },
-    Case {
-        time: (
+    ApproximateCase {
+        time: StaticMeasure::new(
             "approximate mode, LRU, 64 ranks: query + record + end",
             "µs CPU",
             TIME,
         ),
-        heap: ("approximate mode, LRU, heap per pair", "B", HEAP),
-        keep: Keep::Lru { capacity: ANY },
+        heap: StaticMeasure::new("approximate mode, LRU, heap per pair", "B", HEAP),
+        eviction: EvictionMode::Lru {
+            capacity: UNREACHED_CAPACITY,
+        },
         ranks: 64,
     },
-    Case {
-        time: ("approximate mode, LRU that evicts, 8 ranks", "µs CPU", TIME),
-        heap: (
+    ApproximateCase {
+        time: StaticMeasure::new("approximate mode, LRU that evicts, 8 ranks", "µs CPU", TIME),
+        heap: StaticMeasure::new(
             "approximate mode, LRU that evicts, heap per pair",
             "B",
             HEAP,
         ),
-        keep: Keep::Lru { capacity: CAPACITY },
+        eviction: EvictionMode::Lru { capacity: CAPACITY },
         ranks: 8,
     },
 ];
 
-/// The rows of this file.
-pub fn run(bench: &Bench, table: &mut Table) {
+/// Measures the rows of this file.
+pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .build()
         .expect("a runtime starts");
     for case in &CASES {
-        if !bench.args.wants_any(&[case.time.0, case.heap.0]) {
+        if !bench.args.wants_any(&[case.time.name, case.heap.name]) {
             continue;
         }
-        let ranks = workload::places(&bench.requests, case.ranks);
-        let replay = Replay {
+        let ranks = workload::place_all(&bench.requests, case.ranks);
+        let replay = TraceReplay {
             requests: &bench.requests,
             ranks: &ranks,
         };
-        if bench.args.wants(case.time.0) {
+        if bench.args.wants(case.time.name) {
             time(bench, table, case, &runtime, &replay);
         }
-        if bench.args.wants(case.heap.0) {
-            let (mut theirs, mut ours) = (0.0, 0.0);
-            let held = memory::held(|| {
-                let mut peer = Peer::new(case, &runtime);
-                replay.run(|request, rank| _ = peer.serve(Asked::new(request, case.keep), rank));
+        if bench.args.wants(case.heap.name) {
+            let mut theirs = 0.0;
+            let mut ours = 0.0;
+            let held = memory::heap_bytes(|| {
+                let mut peer = PeerPredictor::new(case, &runtime);
+                replay.run(|request, rank| {
+                    _ = peer.serve(PeerRequest::new(request, case.eviction), rank)
+                });
                 theirs = peer.finish();
                 peer
             });
             let theirs = held / theirs;
-            let held = memory::held(|| {
-                let mut predictor = Ours::new(case);
+            let held = memory::heap_bytes(|| {
+                let mut predictor = OurPredictor::new(case);
                 replay.run(|request, rank| predictor.serve(request, rank));
                 ours = predictor.finish();
                 predictor
             });
-            table.enter(case.heap, &[theirs], &[held / ours]);
+            table.add(case.heap, &[theirs], &[held / ours]);
         }
     }
 }
 
-/// Where each request goes.
-struct Replay<'a> {
-    requests: &'a [Request],
+/// Requests and the rank of each.
+struct TraceReplay<'a> {
+    requests: &'a [TraceRequest],
     ranks: &'a [u32],
 }
 
-impl Replay<'_> {
-    fn run(&self, mut serve: impl FnMut(&Request, u32)) {
+impl TraceReplay<'_> {
+    fn run(&self, mut serve: impl FnMut(&TraceRequest, u32)) {
         self.requests
             .iter()
             .zip(self.ranks)
@@ -136,106 +141,116 @@ impl Replay<'_> {
     }
 }
 
-fn time(bench: &Bench, table: &mut Table, case: &Case, runtime: &Runtime, replay: &Replay<'_>) {
+fn time(
+    bench: &PeerBench,
+    table: &mut ComparisonTable,
+    case: &ApproximateCase,
+    runtime: &Runtime,
+    replay: &TraceReplay<'_>,
+) {
     let per_request = bench.requests.len() as f64 * 1e3;
     let mut rounds: [Vec<f64>; 2] = Default::default();
     for _ in 0..bench.args.rounds().min(3) {
-        let mut peer = Peer::new(case, runtime);
-        // In its own types before the clock runs: that we have others is not its fault.
-        let asked: Vec<Asked> = bench
+        let mut peer = PeerPredictor::new(case, runtime);
+        // Converted before the clock runs, so that the conversion is not charged to the peer.
+        let requests: Vec<PeerRequest> = bench
             .requests
             .iter()
-            .map(|request| Asked::new(request, case.keep))
+            .map(|request| PeerRequest::new(request, case.eviction))
             .collect();
-        let start = process_cpu();
-        asked
+        let start = process_cpu_nanos();
+        requests
             .into_iter()
             .zip(replay.ranks)
-            .for_each(|(asked, rank)| _ = peer.serve(asked, *rank));
+            .for_each(|(request, rank)| _ = peer.serve(request, *rank));
         peer.finish();
-        rounds[0].push((process_cpu() - start) / per_request);
+        rounds[0].push((process_cpu_nanos() - start) / per_request);
         drop(peer);
-        let mut ours = Ours::new(case);
-        let start = process_cpu();
+        let mut ours = OurPredictor::new(case);
+        let start = process_cpu_nanos();
         replay.run(|request, rank| ours.serve(request, rank));
         ours.finish();
-        rounds[1].push((process_cpu() - start) / per_request);
+        rounds[1].push((process_cpu_nanos() - start) / per_request);
     }
     compare(case, runtime, replay);
-    table.enter(case.time, &rounds[0], &rounds[1]);
+    table.add(case.time, &rounds[0], &rounds[1]);
 }
 
-/// Both sides must believe the same before every request, where nothing leaves. Which blocks go first is each side's own
-/// affair; then they must hold as many.
-fn compare(case: &Case, runtime: &Runtime, replay: &Replay<'_>) {
-    let (mut peer, mut ours) = (Peer::new(case, runtime), Ours::new(case));
-    let evicts = matches!(case.keep, Keep::Lru { capacity: CAPACITY });
+/// Asserts that both sides predict the same before every request if nothing is evicted. With
+/// eviction, the order may differ, and only the number of blocks must agree.
+fn compare(case: &ApproximateCase, runtime: &Runtime, replay: &TraceReplay<'_>) {
+    let mut peer = PeerPredictor::new(case, runtime);
+    let mut ours = OurPredictor::new(case);
+    let evicts = matches!(case.eviction, EvictionMode::Lru { capacity: CAPACITY });
     let mut number = 0;
     replay.run(|request, rank| {
-        let theirs = peer.serve(Asked::new(request, case.keep), rank);
+        let theirs = peer.serve(PeerRequest::new(request, case.eviction), rank);
         ours.serve(request, rank);
         if !evicts {
             assert_equal(
-                &format!("{}, request {number}", case.time.0),
+                &format!("{}, request {number}", case.time.name),
                 &theirs,
                 &ours.found,
             );
         }
         number += 1;
     });
-    let (theirs, mine) = (peer.finish(), ours.finish());
+    let theirs = peer.finish();
+    let mine = ours.finish();
     if evicts {
         assert!(
             (theirs - mine).abs() < 0.01 * theirs,
             "the peer holds {theirs} blocks, we {mine}"
         );
-    } else if let Keep::Lru { .. } = case.keep {
+    } else if let EvictionMode::Lru { .. } = case.eviction {
         assert_eq!(theirs, mine, "blocks that are held");
     }
 }
 
 /// A request in the peer's types.
-struct Asked {
+struct PeerRequest {
     locals: Vec<LocalBlockHash>,
-    record: Recorded,
+    record: PeerRecord,
 }
 
-/// What it is told of a decision.
-enum Recorded {
+/// The recorded decision.
+enum PeerRecord {
     Sequences(Vec<u64>),
     Blocks(Vec<ApproximateLruBlock>),
 }
 
-impl Asked {
-    fn new(request: &Request, keep: Keep) -> Self {
+impl PeerRequest {
+    fn new(request: &TraceRequest, eviction: EvictionMode) -> Self {
         let locals = peer_prompt(&request.prompt);
         let sequences = request.prompt.sequences().iter().map(|sequence| sequence.0);
         let block = |(&local_hash, sequence_hash)| ApproximateLruBlock {
             local_hash,
             sequence_hash,
         };
-        let record = match keep {
-            Keep::Ttl => Recorded::Sequences(sequences.collect()),
-            Keep::Lru { .. } => Recorded::Blocks(locals.iter().zip(sequences).map(block).collect()),
+        let record = match eviction {
+            EvictionMode::Ttl => PeerRecord::Sequences(sequences.collect()),
+            EvictionMode::Lru { .. } => {
+                PeerRecord::Blocks(locals.iter().zip(sequences).map(block).collect())
+            }
         };
         Self { locals, record }
     }
 }
 
-struct Peer<'a> {
+struct PeerPredictor<'a> {
     indexer: ThreadPoolIndexer<ConcurrentRadixTreeCompressed>,
     runtime: &'a Runtime,
     live: VecDeque<ApproximateLruLease>,
-    keep: Keep,
+    eviction: EvictionMode,
     attempts: u64,
 }
 
-impl<'a> Peer<'a> {
-    fn new(case: &Case, runtime: &'a Runtime) -> Self {
-        let ttl = PruneConfig { ttl: NEVER };
-        let retention = match case.keep {
-            Keep::Ttl => ApproximateRetentionConfig::Ttl(ttl),
-            Keep::Lru { .. } => ApproximateRetentionConfig::Lru { fallback_ttl: ttl },
+impl<'a> PeerPredictor<'a> {
+    fn new(case: &ApproximateCase, runtime: &'a Runtime) -> Self {
+        let ttl = PruneConfig { ttl: UNREACHED_TTL };
+        let retention = match case.eviction {
+            EvictionMode::Ttl => ApproximateRetentionConfig::Ttl(ttl),
+            EvictionMode::Lru { .. } => ApproximateRetentionConfig::Lru { fallback_ttl: ttl },
         };
         let indexer = ThreadPoolIndexer::new_with_metrics_and_approximate_retention(
             ConcurrentRadixTreeCompressed::new(),
@@ -244,7 +259,7 @@ impl<'a> Peer<'a> {
             None,
             Some(retention),
         );
-        if let Keep::Lru { capacity } = case.keep {
+        if let EvictionMode::Lru { capacity } = case.eviction {
             for rank in 0..u64::from(case.ranks) {
                 let set = indexer.set_approximate_lru_capacity(
                     WorkerWithDpRank::new(rank, 0),
@@ -258,24 +273,24 @@ impl<'a> Peer<'a> {
             indexer,
             runtime,
             live: VecDeque::new(),
-            keep: case.keep,
+            eviction: case.eviction,
             attempts: 0,
         }
     }
 
-    fn serve(&mut self, asked: Asked, rank: u32) -> OverlapScores {
+    fn serve(&mut self, request: PeerRequest, rank: u32) -> OverlapScores {
         let worker = WorkerWithDpRank::new(u64::from(rank), 0);
-        let found = self.indexer.backend().find_matches(&asked.locals, false);
-        match asked.record {
-            Recorded::Sequences(sequences) => {
+        let found = self.indexer.backend().find_matches(&request.locals, false);
+        match request.record {
+            PeerRecord::Sequences(sequences) => {
                 let record = self.indexer.process_routing_decision_hash_slices(
                     worker,
-                    &asked.locals,
+                    &request.locals,
                     &sequences,
                 );
                 self.runtime.block_on(record).expect("it records");
             }
-            Recorded::Blocks(blocks) => self.lease(worker, blocks),
+            PeerRecord::Blocks(blocks) => self.lease(worker, blocks),
         }
         found
     }
@@ -291,7 +306,7 @@ impl<'a> Peer<'a> {
             .block_on(lease.acquire(blocks, 0))
             .expect("it records");
         self.live.push_back(lease);
-        if self.live.len() > LIVE {
+        if self.live.len() > CONCURRENT {
             self.live
                 .pop_front()
                 .into_iter()
@@ -299,16 +314,16 @@ impl<'a> Peer<'a> {
         }
     }
 
-    /// Ends all requests, waits for its threads, and says how many blocks it holds.
+    /// Ends all requests, waits for the threads, and returns the number of resident blocks.
     fn finish(&mut self) -> f64 {
         self.live.drain(..).for_each(|lease| lease.release_now());
         self.runtime.block_on(self.indexer.flush());
-        match self.keep {
-            Keep::Ttl => {
+        match self.eviction {
+            EvictionMode::Ttl => {
                 let sizes = self.runtime.block_on(self.indexer.shard_sizes());
                 sizes.iter().map(|size| size.block_count).sum::<usize>() as f64
             }
-            Keep::Lru { .. } => {
+            EvictionMode::Lru { .. } => {
                 let stats = self.runtime.block_on(self.indexer.approximate_lru_stats());
                 stats.expect("it counts").resident_blocks as f64
             }
@@ -316,29 +331,29 @@ impl<'a> Peer<'a> {
     }
 }
 
-struct Ours {
+struct OurPredictor {
     predictor: std::sync::Arc<Predictor>,
-    live: VecDeque<Lease>,
+    live: VecDeque<PredictionLease>,
     found: Overlaps,
 }
 
-fn name(rank: u32) -> WorkerRank {
+fn rank_of(rank: u32) -> WorkerRank {
     WorkerRank {
         worker: WorkerId(u64::from(rank)),
         rank: DpRank(0),
     }
 }
 
-impl Ours {
-    fn new(case: &Case) -> Self {
-        let ttl = Ttl {
-            ttl: NEVER,
+impl OurPredictor {
+    fn new(case: &ApproximateCase) -> Self {
+        let ttl = TtlPolicy {
+            ttl: UNREACHED_TTL,
             most_blocks_per_rank: u64::MAX,
         };
-        let (policy, capacity) = match case.keep {
-            Keep::Ttl => (Policy::Ttl(ttl), None),
-            Keep::Lru { capacity } => (
-                Policy::Lru {
+        let (policy, capacity) = match case.eviction {
+            EvictionMode::Ttl => (EvictionPolicy::Ttl(ttl), None),
+            EvictionMode::Lru { capacity } => (
+                EvictionPolicy::Lru {
                     default_blocks: None,
                     fallback: ttl,
                 },
@@ -347,7 +362,7 @@ impl Ours {
         };
         let predictor = Predictor::new(policy, Instant::now);
         for rank in 0..case.ranks {
-            predictor.open(Slot(rank), name(rank), capacity);
+            predictor.open(RankSlot(rank), rank_of(rank), capacity);
         }
         Self {
             predictor,
@@ -356,18 +371,18 @@ impl Ours {
         }
     }
 
-    fn serve(&mut self, request: &Request, rank: u32) {
+    fn serve(&mut self, request: &TraceRequest, rank: u32) {
         self.predictor.overlaps(&request.prompt, &mut self.found);
         self.live.push_back(
             self.predictor
-                .record(Slot(rank), name(rank), &request.prompt),
+                .record(RankSlot(rank), rank_of(rank), &request.prompt),
         );
-        if self.live.len() > LIVE {
+        if self.live.len() > CONCURRENT {
             drop(self.live.pop_front());
         }
     }
 
-    /// Ends all requests, and says how many blocks it holds.
+    /// Ends all requests and returns the number of resident blocks.
     fn finish(&mut self) -> f64 {
         self.live.clear();
         self.predictor.stats().blocks as f64

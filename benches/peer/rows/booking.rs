@@ -1,6 +1,6 @@
-//! A whole decision: from 256 tokens to a booked worker rank, and the release of it. Each side knows that one rank holds
-//! the prompt, and must choose that. The peer hands a decision to tasks of its own, so the time is the CPU of the process;
-//! by the wall clock, with the wake-ups that a request waits for, it is a row of its own.
+//! A whole decision: from 256 tokens to a booked worker rank, and its release. On both sides one
+//! rank holds the prompt and must be chosen. The peer runs a decision on several tasks, so the time
+//! is the CPU time of the process. The wall-clock time, including wake-ups, is a separate row.
 
 use dynamo_kv_router::identity::RoutingPartitionId;
 use dynamo_kv_router::indexer::KvIndexerInterface;
@@ -13,50 +13,50 @@ use dynamo_kv_router::{KvRouterConfig, WorkerSelectionPolicy};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
-use warmroute::block::{BlockHashes, Salt};
-use warmroute::fleet::Fleet;
-use warmroute::index::{PrefixIndex, RankWriter};
-use warmroute::load::LoadTracker;
-use warmroute::router::{Mode, Prompt, RouteRequest, Router, RouterSettings};
-use warmroute::trust::Standing;
-use warmroute::worker::{Endpoint, Slot, Worker, WorkerId};
+use warmroute_core::block::{BlockHashes, CacheSalt};
+use warmroute_core::fleet::Fleet;
+use warmroute_core::freshness::SourceStatus;
+use warmroute_core::index::{PrefixIndex, RankWriter};
+use warmroute_core::load::LoadTracker;
+use warmroute_core::router::{Mode, RoutePrompt, RouteRequest, Router, RouterSettings};
+use warmroute_core::worker::{RankSlot, Worker, WorkerEndpoint, WorkerId};
 
-use crate::duel::{Table, process_cpu, wall};
-use crate::rows::Goal;
+use crate::rows::StaticMeasure;
 use crate::sides::{our_events, peer_events};
-use crate::workload::{BLOCK, Change, Event};
-use crate::{Bench, memory};
+use crate::workload::{BLOCK, CacheChange, WorkerEvent};
+use crate::{PeerBench, memory};
+use warmroute_testbed::comparison::{ComparisonTable, measure_wall, process_cpu_nanos};
 
 const GOAL: Option<f64> = Some(0.1);
 
-const ROWS: [(u64, Goal, Goal); 4] = [
+const ROWS: [(u64, StaticMeasure, StaticMeasure); 4] = [
     (
         8,
-        ("choose + book + release, 8 ranks", "µs CPU", GOAL),
-        ("choose + book + release, 8 ranks, wall", "µs", None),
+        StaticMeasure::new("choose + book + release, 8 ranks", "µs CPU", GOAL),
+        StaticMeasure::new("choose + book + release, 8 ranks, wall", "µs", None),
     ),
     (
         64,
-        ("choose + book + release, 64 ranks", "µs CPU", GOAL),
-        ("choose + book + release, 64 ranks, wall", "µs", None),
+        StaticMeasure::new("choose + book + release, 64 ranks", "µs CPU", GOAL),
+        StaticMeasure::new("choose + book + release, 64 ranks, wall", "µs", None),
     ),
     (
         512,
-        ("choose + book + release, 512 ranks", "µs CPU", GOAL),
-        ("choose + book + release, 512 ranks, wall", "µs", None),
+        StaticMeasure::new("choose + book + release, 512 ranks", "µs CPU", GOAL),
+        StaticMeasure::new("choose + book + release, 512 ranks, wall", "µs", None),
     ),
     (
         2_048,
-        ("choose + book + release, 2,048 ranks", "µs CPU", GOAL),
-        ("choose + book + release, 2,048 ranks, wall", "µs", None),
+        StaticMeasure::new("choose + book + release, 2,048 ranks", "µs CPU", GOAL),
+        StaticMeasure::new("choose + book + release, 2,048 ranks, wall", "µs", None),
     ),
 ];
 
-/// Prompts, in tokens, whose decisions are counted in calls of the allocator.
-const COUNTED: [(u32, Goal); 4] = [
+/// Prompt lengths in tokens for the rows that count allocations.
+const COUNTED: [(u32, StaticMeasure); 4] = [
     (
         256,
-        (
+        StaticMeasure::new(
             "allocations of a warm decision, 256 tokens, 64 ranks",
             "calls",
             None,
@@ -64,7 +64,7 @@ const COUNTED: [(u32, Goal); 4] = [
     ),
     (
         4_096,
-        (
+        StaticMeasure::new(
             "allocations of a warm decision, 4k tokens, 64 ranks",
             "calls",
             None,
@@ -72,7 +72,7 @@ const COUNTED: [(u32, Goal); 4] = [
     ),
     (
         32_768,
-        (
+        StaticMeasure::new(
             "allocations of a warm decision, 32k tokens, 64 ranks",
             "calls",
             None,
@@ -80,7 +80,7 @@ const COUNTED: [(u32, Goal); 4] = [
     ),
     (
         131_072,
-        (
+        StaticMeasure::new(
             "allocations of a warm decision, 128k tokens, 64 ranks",
             "calls",
             None,
@@ -93,29 +93,30 @@ const TIMES: u32 = 500;
 /// The rank that holds the prompt.
 const WARM: u32 = 1;
 
-/// The rows of this file.
-pub fn run(bench: &Bench, table: &mut Table) {
+/// Measures the rows of this file.
+pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     for (ranks, cpu, wall) in ROWS {
-        if bench.args.wants_any(&[cpu.0, wall.0]) {
-            if !has_files(ranks) {
+        if bench.args.wants_any(&[cpu.name, wall.name]) {
+            if !raise_file_limit(ranks) {
                 eprintln!(
-                    "{}: left out, because the peer opens more files than are allowed",
-                    cpu.0
+                    "{}: skipped: the peer needs more open files than allowed",
+                    cpu.name
                 );
                 continue;
             }
-            duel(bench, table, (cpu, wall), ranks);
+            measure_row(bench, table, cpu, wall, ranks);
         }
     }
     for (tokens, row) in COUNTED {
-        if bench.args.wants(row.0) {
+        if bench.args.wants(row.name) {
             count(table, row, tokens);
         }
     }
 }
 
-/// The peer follows the events of every worker by sockets of its own; without them it takes nobody.
-fn has_files(ranks: u64) -> bool {
+/// Raises the limit of open files. The peer opens sockets for the events of every worker, and
+/// rejects a worker without them.
+fn raise_file_limit(ranks: u64) -> bool {
     let needed = ranks * 16 + 4_096;
     let allowed = || getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     if allowed() < needed {
@@ -134,20 +135,26 @@ fn prompt(tokens: u32) -> Vec<u32> {
     (1..=tokens).collect()
 }
 
-fn duel(bench: &Bench, table: &mut Table, (cpu, by_wall): (Goal, Goal), ranks: u64) {
+fn measure_row(
+    bench: &PeerBench,
+    table: &mut ComparisonTable,
+    cpu: StaticMeasure,
+    by_wall: StaticMeasure,
+    ranks: u64,
+) {
     let tokens = prompt(256);
-    let mut peer = Peer::new(ranks, &tokens);
-    let ours = Ours::new(ranks, &tokens);
+    let mut peer = PeerRouter::new(ranks, &tokens);
+    let ours = OurRouter::new(ranks, &tokens);
     let mut rounds: [[Vec<f64>; 2]; 2] = Default::default();
     let per_decision = f64::from(TIMES) * 1e3;
     for round in 0..=bench.args.rounds() {
         let mut took = [[0.0; 2]; 2];
-        let start = process_cpu();
-        took[1][0] = wall(|| (0..TIMES).for_each(|_| peer.decide(&tokens)));
-        took[0][0] = process_cpu() - start;
-        let start = process_cpu();
-        took[1][1] = wall(|| (0..TIMES).for_each(|_| ours.decide(&tokens)));
-        took[0][1] = process_cpu() - start;
+        let start = process_cpu_nanos();
+        took[1][0] = measure_wall(|| (0..TIMES).for_each(|_| peer.decide(&tokens)));
+        took[0][0] = process_cpu_nanos() - start;
+        let start = process_cpu_nanos();
+        took[1][1] = measure_wall(|| (0..TIMES).for_each(|_| ours.decide(&tokens)));
+        took[0][1] = process_cpu_nanos() - start;
         if round > 0 {
             for (kept, took) in rounds.iter_mut().flatten().zip(took.iter().flatten()) {
                 kept.push(took / per_decision);
@@ -155,54 +162,54 @@ fn duel(bench: &Bench, table: &mut Table, (cpu, by_wall): (Goal, Goal), ranks: u
         }
     }
     for (row, [theirs, ours]) in [cpu, by_wall].into_iter().zip(&rounds) {
-        if bench.args.wants(row.0) {
-            table.enter(row, theirs, ours);
+        if bench.args.wants(row.name) {
+            table.add(row, theirs, ours);
         }
     }
 }
 
-/// A decision asks the allocator as often for a long prompt as for a short one, or it would grow with the prompt.
-fn count(table: &mut Table, row: Goal, tokens: u32) {
+/// Counts the allocations of a decision. They must not grow with the prompt.
+fn count(table: &mut ComparisonTable, row: StaticMeasure, tokens: u32) {
     let tokens = prompt(tokens);
-    let mut peer = Peer::new(64, &tokens);
-    let ours = Ours::new(64, &tokens);
+    let mut peer = PeerRouter::new(64, &tokens);
+    let ours = OurRouter::new(64, &tokens);
     let request = ours.request(&tokens);
     peer.decide(&tokens);
     ours.route(request.clone());
-    let theirs = memory::asked(|| peer.decide(&tokens));
-    let mine = memory::asked(|| ours.route(request));
+    let theirs = memory::count_allocations(|| peer.decide(&tokens));
+    let mine = memory::count_allocations(|| ours.route(request));
     eprintln!(
         "    of {} bytes by the peer (which hashes as well), of {} by us",
         theirs.bytes, mine.bytes
     );
-    table.enter(row, &[theirs.calls as f64], &[mine.calls as f64]);
+    table.add(row, &[theirs.calls as f64], &[mine.calls as f64]);
 }
 
-/// The event by which the warm rank tells of the prompt.
-fn stored(tokens: &[u32], rank: u32) -> Event {
-    let hashes = BlockHashes::of(tokens, BLOCK, &Salt::default());
+/// The event that stores the prompt on the warm rank.
+fn stored_event(tokens: &[u32], rank: u32) -> WorkerEvent {
+    let hashes = BlockHashes::from_tokens(tokens, BLOCK, &CacheSalt::default());
     let blocks = hashes
         .locals()
         .iter()
         .copied()
         .zip(hashes.sequences().iter().copied())
         .collect();
-    Event {
+    WorkerEvent {
         rank,
-        change: Change::Stored {
+        change: CacheChange::Stored {
             parent: None,
             blocks,
         },
     }
 }
 
-struct Peer {
+struct PeerRouter {
     core: SelectionCore,
     runtime: Runtime,
     decisions: u64,
 }
 
-impl Peer {
+impl PeerRouter {
     fn new(ranks: u64, tokens: &[u32]) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -236,7 +243,9 @@ impl Peer {
                     max_num_batched_tokens: Some(8_192),
                     ..WorkerRequest::default()
                 };
-                core.upsert_worker(worker).await.expect("it takes workers");
+                core.upsert_worker(worker)
+                    .await
+                    .expect("the peer accepts workers");
             }
             let partition = RoutingPartitionId::new("default", "default");
             let indexer = core
@@ -244,11 +253,11 @@ impl Peer {
                 .expect("it has workers")
                 .indexer()
                 .clone();
-            for event in peer_events(&[stored(tokens, WARM)]) {
+            for event in peer_events(&[stored_event(tokens, WARM)]) {
                 indexer
                     .apply_event_routed(event)
                     .await
-                    .expect("it takes events");
+                    .expect("the peer accepts events");
             }
             if let Indexer::Single { primary, .. } = &indexer {
                 primary.flush().await;
@@ -295,56 +304,54 @@ impl Peer {
         assert_eq!(
             chosen.worker_id,
             u64::from(WARM),
-            "the peer chooses who holds the prompt"
+            "the peer chooses the warm rank"
         );
     }
 }
 
-impl Drop for Peer {
+impl Drop for PeerRouter {
     fn drop(&mut self) {
-        // Its listeners would go on, and take time from whoever is measured next.
+        // The listeners would keep running and use CPU time during the next measurement.
         self.core.shutdown();
     }
 }
 
-struct Ours {
+struct OurRouter {
     router: Router,
     _writers: Vec<RankWriter>,
 }
 
 fn worker(id: u64) -> Worker {
     let address = std::net::SocketAddr::from(([10, 0, (id >> 8) as u8, id as u8], 8000));
-    Worker::new(WorkerId(id), Endpoint(address), "m".into(), BLOCK)
+    Worker::new(WorkerId(id), WorkerEndpoint(address), "m".into(), BLOCK)
 }
 
-impl Ours {
+impl OurRouter {
     fn new(ranks: u64, tokens: &[u32]) -> Self {
-        let (index, load) = (
-            PrefixIndex::new(),
-            LoadTracker::new(std::time::Instant::now),
-        );
+        let index = PrefixIndex::new();
+        let load = LoadTracker::new(std::time::Instant::now);
         let fleet = Fleet::empty().reconcile((0..ranks).map(worker).collect());
         for member in &fleet.added {
-            load.open(member.slot, member.rank);
+            load.open_slot(member.slot, member.rank);
         }
         let mut writers: Vec<_> = (0..ranks)
-            .map(|slot| index.join(Slot(slot as u32)))
+            .map(|slot| index.create_writer(RankSlot(slot as u32)))
             .collect();
         let warm = fleet
             .added
             .iter()
             .find(|member| member.rank.worker == WorkerId(u64::from(WARM)));
         let slot = warm.expect("it is in the fleet").slot;
-        for (slot, event) in our_events(&[stored(tokens, slot.0)]) {
+        for (slot, event) in our_events(&[stored_event(tokens, slot.0)]) {
             writers[slot as usize].apply(&event);
         }
         let router = Router::new(index, load, RouterSettings::default(), 7);
-        router.publish(fleet.fleet.into());
-        // As it is when all sources have caught up.
+        router.set_fleet(fleet.fleet.into());
+        // The state after all event sources have caught up.
         fleet
             .added
             .iter()
-            .for_each(|member| router.set_trust(member.rank, Standing::EXACT));
+            .for_each(|member| router.set_source_status(member.rank, SourceStatus::EXACT));
         Self {
             router,
             _writers: writers,
@@ -352,8 +359,8 @@ impl Ours {
     }
 
     fn request(&self, tokens: &[u32]) -> RouteRequest {
-        let hashes = BlockHashes::of(tokens, BLOCK, &Salt::default());
-        RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes]))
+        let hashes = BlockHashes::from_tokens(tokens, BLOCK, &CacheSalt::default());
+        RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![hashes]))
     }
 
     fn decide(&self, tokens: &[u32]) {
@@ -361,12 +368,12 @@ impl Ours {
     }
 
     fn route(&self, request: RouteRequest) {
-        let booked = self.router.route(request).expect("somebody is chosen");
+        let placement = self.router.route(request).expect("a worker is chosen");
         assert_eq!(
-            booked.route.to.rank.worker,
+            placement.route.to.rank.worker,
             WorkerId(u64::from(WARM)),
-            "we choose who holds the prompt"
+            "warmroute chooses the warm rank"
         );
-        assert_eq!(booked.route.mode, Mode::Exact, "by what was told");
+        assert_eq!(placement.route.mode, Mode::Exact, "the index is exact");
     }
 }

@@ -1,26 +1,27 @@
-//! Queries under hard conditions: of an index whose ranks all hold the same system prompt, and while somebody writes.
+//! Queries under contention: all ranks share a system prompt, or a thread writes concurrently.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use dynamo_kv_router::SyncIndexer;
-use warmroute::block::{BlockHashes, LocalHash};
-use warmroute::index::Overlaps;
-use warmroute::worker::Slot;
+use warmroute_core::block::{BlockHashes, LocalHash};
+use warmroute_core::index::Overlaps;
+use warmroute_core::worker::RankSlot;
 
-use crate::Bench;
-use crate::duel::{Table, cpu, quantile};
-use crate::rows::Goal;
-use crate::sides::{Ours, Peer, assert_equal, our_events, peer_events, peer_prompt};
+use crate::PeerBench;
+use crate::rows::StaticMeasure;
+use crate::sides::{OurIndex, PeerIndex, assert_equal, our_events, peer_events, peer_prompt};
 use crate::trace::{hashes, mix};
-use crate::workload::{self, Change, Event};
+use crate::workload::{self, CacheChange, WorkerEvent};
+use warmroute_testbed::comparison::{ComparisonTable, measure_cpu, quantile};
 
-const SHARED: Goal = (
+const SHARED: StaticMeasure = StaticMeasure::new(
     "query, 2,048 ranks sharing a 128-block system prompt",
     "µs",
     Some(0.1),
 );
-const BUSY: Goal = (
+const BUSY: StaticMeasure = StaticMeasure::new(
     "query p99 while one thread writes flat out",
     "µs",
     Some(0.5),
@@ -30,17 +31,17 @@ const RANKS: u32 = 2_048;
 const SYSTEM: u64 = 128;
 const OWN: u64 = 384;
 
-/// The rows of this file.
-pub fn run(bench: &Bench, table: &mut Table) {
-    if bench.args.wants(SHARED.0) {
+/// Measures the rows of this file.
+pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
+    if bench.args.wants(SHARED.name) {
         shared(bench, table);
     }
-    if bench.args.wants(BUSY.0) {
+    if bench.args.wants(BUSY.name) {
         busy(bench, table);
     }
 }
 
-/// The system prompt, and then what only one rank holds.
+/// The shared system prompt, followed by blocks of one rank only.
 fn prompt(rank: u32) -> BlockHashes {
     let system = (0..SYSTEM).map(|at| LocalHash(mix(at)));
     hashes(
@@ -50,7 +51,7 @@ fn prompt(rank: u32) -> BlockHashes {
     )
 }
 
-fn shared(bench: &Bench, table: &mut Table) {
+fn shared(bench: &PeerBench, table: &mut ComparisonTable) {
     let prompts: Vec<_> = (0..RANKS).map(prompt).collect();
     let event = |(rank, prompt): (usize, &BlockHashes)| {
         let blocks = prompt
@@ -59,45 +60,47 @@ fn shared(bench: &Bench, table: &mut Table) {
             .copied()
             .zip(prompt.sequences().iter().copied())
             .collect();
-        Event {
+        WorkerEvent {
             rank: rank as u32,
-            change: Change::Stored {
+            change: CacheChange::Stored {
                 parent: None,
                 blocks,
             },
         }
     };
     let events: Vec<_> = prompts.iter().enumerate().map(event).collect();
-    let (peer, mut ours) = (Peer::new(), Ours::new(RANKS));
+    let peer = PeerIndex::new();
+    let mut ours = OurIndex::new(RANKS);
     peer.apply(peer_events(&events));
     ours.apply(our_events(&events));
-    let asked: Vec<_> = prompts.iter().step_by(8).collect();
-    let theirs: Vec<_> = asked.iter().map(|prompt| peer_prompt(prompt)).collect();
+    let queried: Vec<_> = prompts.iter().step_by(8).collect();
+    let theirs: Vec<_> = queried.iter().map(|prompt| peer_prompt(prompt)).collect();
     let mut found = Overlaps::new();
-    for (mine, theirs) in asked.iter().zip(&theirs) {
-        ours.index.overlaps(mine, &mut found);
+    for (mine, theirs) in queried.iter().zip(&theirs) {
+        ours.index.query_overlaps(mine, &mut found);
         assert_equal(
             "a shared system prompt",
             &peer.tree.find_matches(theirs, false),
             &found,
         );
     }
-    let per_query = asked.len() as f64 * 1e3;
+    let per_query = queried.len() as f64 * 1e3;
     let peer = || {
-        cpu(|| {
+        measure_cpu(|| {
             theirs
                 .iter()
                 .map(|prompt| peer.tree.find_matches(prompt, false).scores.len())
                 .sum::<usize>()
         })
     };
-    // Nobody goes through the answers once more: both are there to be looked up by rank, and were found to be equal.
-    let mut ask = |prompt: &&BlockHashes| {
-        ours.index.overlaps(prompt, &mut found);
-        found.get(Slot(0)).device
+    // The results are not iterated again: both sides return a lookup by rank, and the results were
+    // compared above.
+    let mut query = |prompt: &&BlockHashes| {
+        ours.index.query_overlaps(prompt, &mut found);
+        found.get(RankSlot(0)).device
     };
-    let mut mine = || cpu(|| asked.iter().map(&mut ask).sum::<u32>());
-    table.duel(
+    let mut mine = || measure_cpu(|| queried.iter().map(&mut query).sum::<u32>());
+    table.compare(
         SHARED,
         bench.args.rounds() * 3,
         || peer() / per_query,
@@ -105,8 +108,9 @@ fn shared(bench: &Bench, table: &mut Table) {
     );
 }
 
-/// The writer goes through all stored events once, and the reader asks for the prompts of the trace until it is done.
-fn busy(bench: &Bench, table: &mut Table) {
+/// The writer applies all stored events once. The reader queries prompts of the trace until the
+/// writer is done.
+fn busy(bench: &PeerBench, table: &mut ComparisonTable) {
     let (stored, _) = workload::unbounded(&bench.requests, 64);
     let prompts: Vec<_> = bench
         .requests
@@ -114,29 +118,33 @@ fn busy(bench: &Bench, table: &mut Table) {
         .map(|request| peer_prompt(&request.prompt))
         .collect();
     let peer = || {
-        let (peer, events) = (Peer::new(), peer_events(&stored));
-        let ask = |at: usize| peer.tree.find_matches(&prompts[at], false).scores.len();
-        while_writing(prompts.len(), ask, || _ = peer.apply(events))
+        let peer = PeerIndex::new();
+        let events = peer_events(&stored);
+        let query = |at: usize| peer.tree.find_matches(&prompts[at], false).scores.len();
+        while_writing(prompts.len(), query, || _ = peer.apply(events))
     };
     let ours = || {
-        let (mut ours, events) = (Ours::new(64), our_events(&stored));
-        let (index, mut found) = (ours.index.clone(), Overlaps::new());
-        let ask = |at: usize| {
-            index.overlaps(&bench.requests[at].prompt, &mut found);
-            found.get(Slot(0)).device as usize
+        let mut ours = OurIndex::new(64);
+        let events = our_events(&stored);
+        let index = ours.index.clone();
+        let mut found = Overlaps::new();
+        let query = |at: usize| {
+            index.query_overlaps(&bench.requests[at].prompt, &mut found);
+            found.get(RankSlot(0)).device as usize
         };
-        while_writing(prompts.len(), ask, || _ = ours.apply(events))
+        while_writing(prompts.len(), query, || _ = ours.apply(events))
     };
-    table.duel(BUSY, bench.args.rounds(), peer, ours);
+    table.compare(BUSY, bench.args.rounds(), peer, ours);
 }
 
-/// The 99th percentile of a query's time by the wall clock, microseconds.
+/// Returns the 99th percentile of the wall-clock time of a query, in microseconds.
 fn while_writing(
     prompts: usize,
-    mut ask: impl FnMut(usize) -> usize,
+    mut query: impl FnMut(usize) -> usize,
     write: impl FnOnce() + Send,
 ) -> f64 {
-    let (started, done) = (AtomicBool::new(false), AtomicBool::new(false));
+    let started = AtomicBool::new(false);
+    let done = AtomicBool::new(false);
     let mut times = Vec::with_capacity(1 << 20);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -151,7 +159,7 @@ fn while_writing(
         while !done.load(Relaxed) {
             next = (next + 7_919) % prompts;
             let start = Instant::now();
-            std::hint::black_box(ask(next));
+            std::hint::black_box(query(next));
             times.push(start.elapsed().as_nanos() as f64 / 1e3);
         }
     });

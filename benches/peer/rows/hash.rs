@@ -1,22 +1,22 @@
-//! Block hashing: what a prompt's blocks are called, alone and with all before them.
+//! Block hashing: local hashes and sequence hashes of a prompt.
 
 use dynamo_kv_router::compute_block_hash_for_seq;
 use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, compute_seq_hash_for_block};
-use warmroute::block::{BlockHashes, Salt};
-use warmroute::worker::BlockSize;
+use warmroute_core::block::{BlockHashes, CacheSalt};
+use warmroute_core::worker::BlockSize;
 
-use crate::Bench;
-use crate::duel::{Table, cpu};
-use crate::rows::Goal;
+use crate::PeerBench;
+use crate::rows::StaticMeasure;
+use warmroute_testbed::comparison::{ComparisonTable, measure_cpu};
 
 const GOAL: Option<f64> = Some(0.65);
 
-/// Block size, tokens, and the row.
-const ROWS: [(u32, u32, Goal); 7] = [
+/// Block size, prompt length in tokens, and the row.
+const ROWS: [(u32, u32, StaticMeasure); 7] = [
     (
         16,
         32_768,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 16, 32k tokens",
             "ns/token",
             GOAL,
@@ -25,7 +25,7 @@ const ROWS: [(u32, u32, Goal); 7] = [
     (
         16,
         512,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 16, 512 tokens",
             "ns/token",
             None,
@@ -34,7 +34,7 @@ const ROWS: [(u32, u32, Goal); 7] = [
     (
         16,
         4_096,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 16, 4k tokens",
             "ns/token",
             None,
@@ -43,7 +43,7 @@ const ROWS: [(u32, u32, Goal); 7] = [
     (
         16,
         131_072,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 16, 128k tokens",
             "ns/token",
             None,
@@ -52,7 +52,7 @@ const ROWS: [(u32, u32, Goal); 7] = [
     (
         32,
         32_768,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 32, 32k tokens",
             "ns/token",
             None,
@@ -61,7 +61,7 @@ const ROWS: [(u32, u32, Goal); 7] = [
     (
         64,
         32_768,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 64, 32k tokens",
             "ns/token",
             None,
@@ -70,7 +70,7 @@ const ROWS: [(u32, u32, Goal); 7] = [
     (
         128,
         32_768,
-        (
+        StaticMeasure::new(
             "local + sequence hashes, block size 128, 32k tokens",
             "ns/token",
             None,
@@ -81,27 +81,33 @@ const ROWS: [(u32, u32, Goal); 7] = [
 /// Tokens hashed in one round.
 const ROUND: u32 = 1 << 23;
 
-/// The rows of this file.
-pub fn run(bench: &Bench, table: &mut Table) {
+/// Measures the rows of this file.
+pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     for (size, tokens, row) in ROWS {
-        if bench.args.wants(row.0) {
-            duel(bench, table, row, size, tokens);
+        if bench.args.wants(row.name) {
+            measure_row(bench, table, row, size, tokens);
         }
     }
 }
 
-fn duel(bench: &Bench, table: &mut Table, row: Goal, size: u32, count: u32) {
+fn measure_row(
+    bench: &PeerBench,
+    table: &mut ComparisonTable,
+    row: StaticMeasure,
+    size: u32,
+    count: u32,
+) {
     let tokens: Vec<u32> = (0..count)
         .map(|at| at.wrapping_mul(2_654_435_761) % 150_000)
         .collect();
     let block_size = BlockSize::new(size).expect("not zero");
-    let salt = Salt::default();
+    let salt = CacheSalt::default();
     let theirs = || {
         let locals = compute_block_hash_for_seq(&tokens, size, BlockHashOptions::default());
         let sequences = compute_seq_hash_for_block(&locals);
         (locals, sequences)
     };
-    let ours = || BlockHashes::of(std::hint::black_box(&tokens), block_size, &salt);
+    let ours = || BlockHashes::from_tokens(std::hint::black_box(&tokens), block_size, &salt);
     let ((locals, sequences), mine) = (theirs(), ours());
     assert!(
         locals
@@ -119,7 +125,9 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, size: u32, count: u32) {
     );
     let times = ROUND / count;
     let per_token = f64::from(times * count);
-    let theirs = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_token;
-    let ours = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(ours()))) / per_token;
-    table.duel(row, bench.args.rounds() * 3, theirs, ours);
+    let theirs =
+        || measure_cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_token;
+    let ours =
+        || measure_cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(ours()))) / per_token;
+    table.compare(row, bench.args.rounds() * 3, theirs, ours);
 }

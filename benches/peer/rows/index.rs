@@ -1,39 +1,43 @@
-//! The index: what events and queries cost, and what it holds. One index of each side is built anew in every round, in
-//! turns, and asked everything; the answers of the first round are compared one by one.
+//! The index: cost of events and queries, and memory. Every round builds one index of each side and
+//! runs all queries. The results of the first round are compared one by one.
 
 use dynamo_kv_router::SyncIndexer;
-use warmroute::index::Overlaps;
-use warmroute::worker::Slot;
+use warmroute_core::index::Overlaps;
+use warmroute_core::worker::RankSlot;
 
-use crate::duel::{Table, cpu};
-use crate::rows::Goal;
-use crate::sides::{Ours, Peer, assert_equal, our_events, peer_events, peer_prompt};
-use crate::trace::Request;
-use crate::workload::{self, Event};
-use crate::{Bench, memory};
+use crate::rows::StaticMeasure;
+use crate::sides::{OurIndex, PeerIndex, assert_equal, our_events, peer_events, peer_prompt};
+use crate::trace::TraceRequest;
+use crate::workload::{self, WorkerEvent};
+use crate::{PeerBench, memory};
+use warmroute_testbed::comparison::{ComparisonTable, measure_cpu};
 
 const RANKS: u32 = 64;
 const CAPACITY: usize = 65_536;
 
-const STORED: Goal = ("apply stored events, 64 ranks", "ns/block", Some(0.5));
-const DECODED: Goal = ("apply single-block decode events", "ns/event", Some(0.3));
-const QUERY: Goal = ("query, full index, 64 ranks, mean", "µs", Some(0.33));
-const BOUNDED: Goal = (
+const STORED: StaticMeasure =
+    StaticMeasure::new("apply stored events, 64 ranks", "ns/block", Some(0.5));
+const DECODED: StaticMeasure =
+    StaticMeasure::new("apply single-block decode events", "ns/event", Some(0.3));
+const QUERY: StaticMeasure =
+    StaticMeasure::new("query, full index, 64 ranks, mean", "µs", Some(0.33));
+const BOUNDED: StaticMeasure = StaticMeasure::new(
     "apply with capacity 65,536 per rank, 64 ranks",
     "ns/block",
     Some(0.5),
 );
-const CHURN: Goal = (
+const CHURN: StaticMeasure = StaticMeasure::new(
     "apply with capacity 65,536 per rank, 8 ranks",
     "ns/block",
     Some(0.5),
 );
-const HEAP: Goal = ("heap per resident (rank, block) pair", "B", Some(0.45));
+const HEAP: StaticMeasure =
+    StaticMeasure::new("heap per resident (rank, block) pair", "B", Some(0.45));
 
-/// The rows of this file.
-pub fn run(bench: &Bench, table: &mut Table) {
+/// Measures the rows of this file.
+pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     let args = &bench.args;
-    if args.wants_any(&[STORED.0, DECODED.0, QUERY.0, HEAP.0]) {
+    if args.wants_any(&[STORED.name, DECODED.name, QUERY.name, HEAP.name]) {
         let (stored, decoded) = workload::unbounded(&bench.requests, RANKS);
         eprintln!(
             "{} stored events of {} blocks, {} decode events",
@@ -41,26 +45,32 @@ pub fn run(bench: &Bench, table: &mut Table) {
             workload::blocks(&stored),
             decoded.len()
         );
-        if args.wants_any(&[STORED.0, DECODED.0, QUERY.0]) {
+        if args.wants_any(&[STORED.name, DECODED.name, QUERY.name]) {
             unbounded(bench, table, &stored, &decoded);
         }
-        if args.wants(HEAP.0) {
+        if args.wants(HEAP.name) {
             let (theirs, ours) = heap(&stored);
-            table.enter(HEAP, &[theirs], &[ours]);
+            table.add(HEAP, &[theirs], &[ours]);
         }
     }
     for (row, ranks) in [(BOUNDED, RANKS), (CHURN, 8)] {
-        if args.wants(row.0) {
+        if args.wants(row.name) {
             bounded(bench, table, row, ranks);
         }
     }
 }
 
-fn unbounded(bench: &Bench, table: &mut Table, stored: &[Event], decoded: &[Event]) {
+fn unbounded(
+    bench: &PeerBench,
+    table: &mut ComparisonTable,
+    stored: &[WorkerEvent],
+    decoded: &[WorkerEvent],
+) {
     let mut rounds: [[Vec<f64>; 2]; 3] = Default::default();
     let blocks = workload::blocks(stored) as f64;
     for round in 0..=bench.args.rounds() {
-        let (peer, mut ours) = (Peer::new(), Ours::new(RANKS));
+        let peer = PeerIndex::new();
+        let mut ours = OurIndex::new(RANKS);
         let mut measured = [[0.0; 2]; 3];
         measured[0] = [
             peer.apply(peer_events(stored)) / blocks,
@@ -79,7 +89,7 @@ fn unbounded(bench: &Bench, table: &mut Table, stored: &[Event], decoded: &[Even
             ours.apply(our_events(decoded)) / events,
         ];
         if round == 0 {
-            // The first round warms up, and is compared.
+            // The first round is for warm-up and comparison.
             compare("with answers", &bench.requests, &peer, &ours);
             continue;
         }
@@ -90,51 +100,51 @@ fn unbounded(bench: &Bench, table: &mut Table, stored: &[Event], decoded: &[Even
         }
     }
     for (row, [theirs, ours]) in [STORED, QUERY, DECODED].into_iter().zip(&rounds) {
-        if bench.args.wants(row.0) {
-            table.enter(row, theirs, ours);
+        if bench.args.wants(row.name) {
+            table.add(row, theirs, ours);
         }
     }
 }
 
-/// Mean of a query over all prompts, microseconds.
-fn peer_queries(requests: &[Request], peer: &Peer) -> f64 {
+/// Mean time of a query over all prompts, in microseconds.
+fn peer_queries(requests: &[TraceRequest], peer: &PeerIndex) -> f64 {
     let prompts: Vec<_> = requests
         .iter()
         .map(|request| peer_prompt(&request.prompt))
         .collect();
-    let ask = || {
+    let query = || {
         prompts
             .iter()
             .map(|prompt| peer.tree.find_matches(prompt, false).scores.len())
             .sum::<usize>()
     };
-    ask();
-    cpu(ask) / prompts.len() as f64 / 1e3
+    query();
+    measure_cpu(query) / prompts.len() as f64 / 1e3
 }
 
-fn our_queries(requests: &[Request], ours: &Ours) -> f64 {
+fn our_queries(requests: &[TraceRequest], ours: &OurIndex) -> f64 {
     let mut found = Overlaps::new();
-    let mut ask = || {
-        let look = |request: &Request| {
-            ours.index.overlaps(&request.prompt, &mut found);
-            found.get(Slot(0)).device
+    let mut query = || {
+        let query_one = |request: &TraceRequest| {
+            ours.index.query_overlaps(&request.prompt, &mut found);
+            found.get(RankSlot(0)).device
         };
-        requests.iter().map(look).sum::<u32>()
+        requests.iter().map(query_one).sum::<u32>()
     };
-    ask();
-    cpu(ask) / requests.len() as f64 / 1e3
+    query();
+    measure_cpu(query) / requests.len() as f64 / 1e3
 }
 
-fn compare(what: &str, requests: &[Request], peer: &Peer, ours: &Ours) {
+fn compare(context: &str, requests: &[TraceRequest], peer: &PeerIndex, ours: &OurIndex) {
     let mut found = Overlaps::new();
     for (number, request) in requests.iter().enumerate() {
         let theirs = peer.tree.find_matches(&peer_prompt(&request.prompt), false);
-        ours.index.overlaps(&request.prompt, &mut found);
-        assert_equal(&format!("{what}, request {number}"), &theirs, &found);
+        ours.index.query_overlaps(&request.prompt, &mut found);
+        assert_equal(&format!("{context}, request {number}"), &theirs, &found);
     }
 }
 
-fn bounded(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
+fn bounded(bench: &PeerBench, table: &mut ComparisonTable, row: StaticMeasure, ranks: u32) {
     let events = workload::bounded(&bench.requests, ranks, CAPACITY);
     let blocks = workload::blocks(&events) as f64;
     eprintln!(
@@ -143,11 +153,10 @@ fn bounded(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     );
     let mut rounds: [Vec<f64>; 2] = Default::default();
     for round in 0..=bench.args.rounds() {
-        let (peer, mut ours) = (Peer::new(), Ours::new(ranks));
-        let (theirs, mine) = (
-            peer.apply(peer_events(&events)),
-            ours.apply(our_events(&events)),
-        );
+        let peer = PeerIndex::new();
+        let mut ours = OurIndex::new(ranks);
+        let theirs = peer.apply(peer_events(&events));
+        let mine = ours.apply(our_events(&events));
         if round == 0 {
             compare("full caches", &bench.requests, &peer, &ours);
             continue;
@@ -155,21 +164,22 @@ fn bounded(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
         rounds[0].push(theirs / blocks);
         rounds[1].push(mine / blocks);
     }
-    table.enter(row, &rounds[0], &rounds[1]);
+    table.add(row, &rounds[0], &rounds[1]);
 }
 
-/// Bytes per block that a rank holds. Events go in little by little, so that no queue of them counts.
-fn heap(stored: &[Event]) -> (f64, f64) {
+/// Heap bytes per (rank, block) pair. Events are applied in small batches, so that queued events do
+/// not count.
+fn heap(stored: &[WorkerEvent]) -> (f64, f64) {
     let pairs = workload::blocks(stored) as f64;
-    let theirs = memory::held(|| {
-        let peer = Peer::new();
+    let theirs = memory::heap_bytes(|| {
+        let peer = PeerIndex::new();
         stored
             .chunks(256)
             .for_each(|events| _ = peer.apply(peer_events(events)));
         peer
     });
-    let ours = memory::held(|| {
-        let mut ours = Ours::new(RANKS);
+    let ours = memory::heap_bytes(|| {
+        let mut ours = OurIndex::new(RANKS);
         stored
             .chunks(256)
             .for_each(|events| _ = ours.apply(our_events(events)));

@@ -1,5 +1,4 @@
-//! The choice: alone, with every term of the cost at work, and as a request makes it, from its tokens to a booking that
-//! is released again.
+//! The choice of a worker alone, with every cost term in use.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,56 +12,56 @@ use dynamo_kv_router::{
 };
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use warmroute::index::TierBlocks;
-use warmroute::load::Load;
-use warmroute::schedule::{Candidate, Question, Weights, choose};
+use warmroute_core::index::TierBlocks;
+use warmroute_core::load::ActiveLoad;
+use warmroute_core::policy::{Candidate, PolicyInput, Weights, choose};
 
-use crate::Bench;
-use crate::duel::{Table, cpu};
-use crate::rows::Goal;
+use crate::PeerBench;
+use crate::rows::StaticMeasure;
 use crate::trace::mix;
 use crate::workload::BLOCK;
+use warmroute_testbed::comparison::{ComparisonTable, measure_cpu};
 
 const GOAL: Option<f64> = Some(0.3);
 
-const ROWS: [(u32, Goal); 4] = [
+const ROWS: [(u32, StaticMeasure); 4] = [
     (
         8,
-        ("choose alone, 8 ranks, all cost terms live", "µs", GOAL),
+        StaticMeasure::new("choose alone, 8 ranks, all cost terms live", "µs", GOAL),
     ),
     (
         64,
-        ("choose alone, 64 ranks, all cost terms live", "µs", GOAL),
+        StaticMeasure::new("choose alone, 64 ranks, all cost terms live", "µs", GOAL),
     ),
     (
         512,
-        ("choose alone, 512 ranks, all cost terms live", "µs", GOAL),
+        StaticMeasure::new("choose alone, 512 ranks, all cost terms live", "µs", GOAL),
     ),
     (
         2_048,
-        ("choose alone, 2,048 ranks, all cost terms live", "µs", GOAL),
+        StaticMeasure::new("choose alone, 2,048 ranks, all cost terms live", "µs", GOAL),
     ),
 ];
 
 const PROMPT: u64 = 2_048;
 
-/// The rows of this file.
-pub fn run(bench: &Bench, table: &mut Table) {
+/// Measures the rows of this file.
+pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     for (ranks, row) in ROWS {
-        if bench.args.wants(row.0) {
-            duel(bench, table, row, ranks);
+        if bench.args.wants(row.name) {
+            measure_row(bench, table, row, ranks);
         }
     }
 }
 
-/// What is known of a rank. No two cost the same.
-struct Facts {
+/// Inputs of one rank. No two ranks have the same cost.
+struct RankInputs {
     overlap: TierBlocks,
-    load: Load,
+    load: ActiveLoad,
     additional: u64,
 }
 
-fn facts(rank: u32) -> Facts {
+fn rank_inputs(rank: u32) -> RankInputs {
     let draw = mix(u64::from(rank));
     let device = (draw % 96) as u32;
     let overlap = TierBlocks {
@@ -71,12 +70,12 @@ fn facts(rank: u32) -> Facts {
         disk: (draw >> 16) as u32 % 16,
         external: 0,
     };
-    let load = Load {
+    let load = ActiveLoad {
         active_blocks: (draw >> 24) % 4_096,
         active_prefill_tokens: (draw >> 40) % 32_768,
         active_requests: (draw >> 56) % 64,
     };
-    Facts {
+    RankInputs {
         overlap,
         load,
         additional: (128 - u64::from(device)).min(draw >> 32 & 127),
@@ -100,19 +99,20 @@ fn weights() -> Weights {
     }
 }
 
-fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
+fn measure_row(bench: &PeerBench, table: &mut ComparisonTable, row: StaticMeasure, ranks: u32) {
     let weights = weights();
-    let question = Question {
+    let question = PolicyInput {
         shared: shared(),
-        ..Question::new(PROMPT, BLOCK)
+        ..PolicyInput::new(PROMPT, BLOCK)
     };
-    let known: Vec<_> = (0..ranks).map(facts).collect();
-    let mut candidates = Vec::with_capacity(known.len());
+    let inputs: Vec<_> = (0..ranks).map(rank_inputs).collect();
+    let mut candidates = Vec::with_capacity(inputs.len());
     let mut random = SmallRng::seed_from_u64(7);
-    // The peer looks up what is known of each worker, so what is known is put together here as well.
+    // The peer looks up the inputs of each worker inside the measurement, so the conversion is
+    // measured here, too.
     let mut ours = || {
         candidates.clear();
-        candidates.extend(std::hint::black_box(&known).iter().map(candidate));
+        candidates.extend(std::hint::black_box(&inputs).iter().map(candidate));
         choose(
             std::hint::black_box(&question),
             &candidates,
@@ -121,16 +121,14 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
         )
     };
 
-    let workers: HashMap<PeerId, Config> = (0..u64::from(ranks))
-        .map(|id| (id, Config::default()))
+    let workers: HashMap<PeerId, SelectorConfig> = (0..u64::from(ranks))
+        .map(|id| (id, SelectorConfig::default()))
         .collect();
     let request = request(ranks, &weights);
     let selector = DefaultWorkerSelector::new(Some(config(&weights)), "prefill");
     let theirs = || {
-        let (workers, request) = (
-            std::hint::black_box(&workers),
-            std::hint::black_box(&request),
-        );
+        let workers = std::hint::black_box(&workers);
+        let request = std::hint::black_box(&request);
         selector.select_worker(WorkerSelectionInput::configured(
             workers,
             request,
@@ -139,53 +137,52 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
         ))
     };
 
-    let (chosen, selected) = (
-        ours().expect("somebody is chosen"),
-        theirs().expect("somebody is selected"),
-    );
-    assert_eq!(chosen.ties, 1, "no two cost the same");
+    let chosen = ours().expect("a worker is chosen");
+    let selected = theirs().expect("a worker is selected");
+    assert_eq!(chosen.ties, 1, "no two ranks have the same cost");
     assert_eq!(
         chosen.index as u64, selected.worker.worker_id,
-        "{}: whom",
-        row.0
+        "{}: worker",
+        row.name
     );
     assert_eq!(
         chosen.effective_overlap_blocks, selected.effective_overlap_blocks,
-        "{}: what it has",
-        row.0
+        "{}: overlap",
+        row.name
     );
     assert_eq!(
         Some(chosen.best_raw_cached_tokens as usize),
         selected.max_raw_cached_tokens,
-        "{}: the best",
-        row.0
+        "{}: best cached tokens",
+        row.name
     );
     assert_eq!(
         chosen.cached_tokens as usize, selected.cached_tokens,
         "{}: tokens",
-        row.0
+        row.name
     );
 
     let times = 200_000 / ranks;
     let per_choice = f64::from(times) * 1e3;
     let theirs =
-        || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_choice;
-    let ours = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(ours()))) / per_choice;
-    table.duel(row, bench.args.rounds() * 3, theirs, ours);
+        || measure_cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_choice;
+    let ours =
+        || measure_cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(ours()))) / per_choice;
+    table.compare(row, bench.args.rounds() * 3, theirs, ours);
 }
 
-fn candidate(facts: &Facts) -> Candidate {
-    let Facts {
+fn candidate(rank_inputs: &RankInputs) -> Candidate {
+    let RankInputs {
         overlap,
         load,
         additional,
-    } = *facts;
+    } = *rank_inputs;
     Candidate {
         overlap,
-        trust_credit: 1.0,
+        freshness_credit: 1.0,
         load,
         additional_blocks: additional,
-        preference: 0.0,
+        taint_preference: 0.0,
     }
 }
 
@@ -208,13 +205,13 @@ fn request(ranks: u32, weights: &Weights) -> SchedulingRequest {
     let mut worker_loads = rustc_hash::FxHashMap::default();
     for rank in 0..ranks {
         let worker = WorkerWithDpRank::new(u64::from(rank), 0);
-        let Facts {
+        let RankInputs {
             overlap: tiers,
             load,
             additional,
-        } = facts(rank);
+        } = rank_inputs(rank);
         let effective =
-            tiers.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
+            tiers.weighted_total(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
         overlap
             .tier_overlap_blocks
             .device
@@ -267,11 +264,11 @@ fn request(ranks: u32, weights: &Weights) -> SchedulingRequest {
 }
 
 #[derive(Default)]
-struct Config {
+struct SelectorConfig {
     taints: HashSet<String>,
 }
 
-impl WorkerConfigLike for Config {
+impl WorkerConfigLike for SelectorConfig {
     fn data_parallel_start_rank(&self) -> u32 {
         0
     }

@@ -2,22 +2,23 @@
 
 use std::collections::HashSet;
 
-/// The streams that a client opened and that neither side has ended.
+/// Streams that the client opened and neither side has ended.
 #[derive(Debug, Default)]
 pub struct OpenStreams {
     open: HashSet<u32>,
-    /// The highest stream identifier so far.
+    /// Highest stream identifier so far.
     last: u32,
     frames: u64,
 }
 
 impl OpenStreams {
-    /// The number of streams that are open.
+    /// Returns the number of open streams.
     pub fn count(&self) -> usize {
         self.open.len()
     }
 
-    /// The number of HEADERS and DATA frames so far, in both directions. Other frames are no use of the connection.
+    /// Returns the number of HEADERS and DATA frames so far, in both directions. Other frames do
+    /// not count as activity.
     pub fn frames(&self) -> u64 {
         self.frames
     }
@@ -26,7 +27,7 @@ impl OpenStreams {
         self.frames += 1;
     }
 
-    /// HEADERS of the client; those of a stream that exists are trailers.
+    /// Handles HEADERS of the client; those of an existing stream are trailers.
     pub(crate) fn open(&mut self, stream: u32) {
         if stream > self.last {
             self.last = stream;

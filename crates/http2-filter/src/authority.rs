@@ -4,9 +4,11 @@ use std::borrow::Cow;
 
 use http::uri::Authority;
 
-/// The authority of a request as a service sees it: valid values are unchanged. In other values `|` becomes `+`, `/` becomes `=`, and
-/// any other character that is not an ASCII letter, a digit or one of `-._~` becomes `-`: `outbound|9002||picker.ns.svc` becomes
-/// `outbound+9002++picker.ns.svc`. Compare a configured name with a request by normalizing the configured name.
+/// The authority of a request as a service sees it: valid values are unchanged. In other values `|`
+/// becomes `+`, `/` becomes `=`, and any other character that is not an ASCII letter, a digit or
+/// one of `-._~` becomes `-`: `outbound|9002||picker.ns.svc` becomes
+/// `outbound+9002++picker.ns.svc`. Compare a configured name with a request by normalizing the
+/// configured name.
 pub fn normalize_authority(name: &str) -> Cow<'_, str> {
     match replacement(name.as_bytes()).map(String::from_utf8) {
         Some(Ok(valid)) => Cow::Owned(valid),
@@ -14,7 +16,8 @@ pub fn normalize_authority(name: &str) -> Cow<'_, str> {
     }
 }
 
-/// A valid authority of the same length, or none if `value` is valid or cannot be replaced: it is empty or has control characters.
+/// Returns a valid authority of the same length, or `None` if `value` is valid or cannot be
+/// replaced because it is empty or has control characters.
 pub(crate) fn replacement(value: &[u8]) -> Option<Vec<u8>> {
     if value.is_empty()
         || value.iter().any(u8::is_ascii_control)
@@ -25,7 +28,8 @@ pub(crate) fn replacement(value: &[u8]) -> Option<Vec<u8>> {
     Some(value.iter().copied().map(substitute).collect())
 }
 
-/// No substitute has a longer Huffman code than the original, and those of `|` and `/` have equally long ones.
+/// No substitute has a longer Huffman code than the original, and those of `|` and `/` have equally
+/// long ones.
 fn substitute(octet: u8) -> u8 {
     match octet {
         b'|' => b'+',
@@ -42,7 +46,7 @@ mod tests {
     use crate::huffman;
 
     #[test]
-    fn names_of_control_planes_become_valid_authorities() {
+    fn control_plane_names_become_valid_authorities() {
         for (name, expected) in [
             (
                 "outbound|9002||warmroute.inference.svc.cluster.local",

@@ -1,7 +1,7 @@
 //! Frame headers of HTTP/2 (RFC 9113, section 4.1).
 
 /// Octets of a frame header.
-pub(crate) const HEADER: usize = 9;
+pub(crate) const HEADER_LEN: usize = 9;
 
 pub(crate) const DATA: u8 = 0;
 pub(crate) const HEADERS: u8 = 1;
@@ -24,7 +24,7 @@ pub(crate) struct FrameHeader {
 }
 
 impl FrameHeader {
-    /// Parses the first octets, if they are enough.
+    /// Parses a frame header. Returns `None` if `octets` are too short.
     pub(crate) fn parse(octets: &[u8]) -> Option<Self> {
         let [l0, l1, l2, kind, flags, s0, s1, s2, s3, ..] = *octets else {
             return None;
@@ -45,7 +45,7 @@ impl FrameHeader {
     }
 }
 
-/// A length in the form of a frame header.
+/// Encodes a length as in a frame header.
 pub(crate) fn length_octets(length: usize) -> [u8; 3] {
     let [.., l0, l1, l2] = length.to_be_bytes();
     [l0, l1, l2]

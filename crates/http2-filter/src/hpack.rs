@@ -1,32 +1,34 @@
-//! Header blocks of HPACK (RFC 7541): replaces values of `:authority`, and keeps the part of the dynamic table that this needs.
+//! HPACK header blocks (RFC 7541): replaces values of `:authority`, and maintains the part of the
+//! dynamic table that this requires.
 
 use std::collections::VecDeque;
 
 use crate::authority::replacement;
 use crate::huffman;
 
-/// The initial and largest size of the dynamic table. The server does not announce SETTINGS_HEADER_TABLE_SIZE.
+/// Initial and maximum size of the dynamic table. The server does not announce
+/// SETTINGS_HEADER_TABLE_SIZE.
 const TABLE_SIZE: usize = 4096;
 /// Size of a table entry beyond its name and value.
 const ENTRY_OVERHEAD: usize = 32;
-/// Octets of the name `:authority`.
+/// Length of the name `:authority`.
 const NAME_LENGTH: usize = 10;
-/// The index of `:authority` in the static table.
+/// Index of `:authority` in the static table.
 const STATIC_AUTHORITY: usize = 1;
-/// Octets of the names of the static table, from index 1.
+/// Lengths of the names of the static table, from index 1.
 const STATIC_NAMES: [u8; 61] = [
     10, 7, 7, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7, 7, 14, 15, 15, 13, 6, 27, 3, 5, 13, 13, 19, 16, 16, 14,
     16, 13, 12, 6, 4, 4, 6, 7, 4, 4, 8, 17, 13, 8, 19, 13, 4, 8, 12, 18, 19, 5, 7, 7, 11, 6, 10,
     25, 17, 10, 4, 3, 16,
 ];
-/// Most octets of an integer, as in `h2`.
+/// Maximum octets of an integer, as in `h2`.
 const INTEGER_LENGTH: usize = 5;
 
 /// A header block that `h2` refuses as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HpackError;
 
-/// An entry of the dynamic table.
+/// Entry of the dynamic table.
 #[derive(Clone, Copy, Debug)]
 struct HpackEntry {
     name_length: u32,
@@ -34,26 +36,26 @@ struct HpackEntry {
     is_authority: bool,
 }
 
-/// The sizes of the entries of a connection's dynamic table.
+/// Dynamic table of a connection, reduced to the sizes of its entries.
 pub(crate) struct DynamicTable {
-    /// The newest first.
+    /// Newest entry first.
     entries: VecDeque<HpackEntry>,
     size: usize,
     limit: usize,
 }
 
-/// The name of a header field as far as it matters.
+/// Properties of a header field name.
 #[derive(Clone, Copy)]
 struct FieldName {
     length: usize,
     is_authority: bool,
 }
 
-/// A string with its place in the block.
+/// String literal with its position in the block.
 struct HpackString<'a> {
     octets: &'a [u8],
     huffman: bool,
-    /// Where its length begins.
+    /// Position of its length prefix.
     start: usize,
 }
 
@@ -72,8 +74,8 @@ impl DynamicTable {
         }
     }
 
-    /// Applies a complete header block. Returns the block to send in its place, which is not longer, if a value of `:authority` has to be
-    /// replaced.
+    /// Applies a complete header block. If a value of `:authority` must be replaced, returns the
+    /// new block, which is not longer.
     pub(crate) fn apply(&mut self, block: &[u8]) -> Result<Option<Vec<u8>>, HpackError> {
         let mut reader = BlockReader { block, at: 0 };
         let mut edited = EditedBlock {
@@ -100,7 +102,7 @@ impl DynamicTable {
         self.name_at(index).map(drop)
     }
 
-    /// The name of an entry of the static or the dynamic table.
+    /// Returns the name of an entry of the static or the dynamic table.
     fn name_at(&self, index: usize) -> Result<FieldName, HpackError> {
         let at = index.checked_sub(1).ok_or(HpackError)?;
         if let Some(&length) = STATIC_NAMES.get(at) {
@@ -132,7 +134,7 @@ impl DynamicTable {
             self.name_at(index)?
         };
         let value = reader.string()?;
-        // The length of a value that enters no table does not matter.
+        // The length of a value that is not added to a table is irrelevant.
         let value_length = if prefix == 6 || name.is_authority {
             value.decoded_len()?
         } else {
@@ -180,14 +182,14 @@ impl DynamicTable {
     }
 }
 
-/// A position in a header block.
+/// Reader of a header block.
 struct BlockReader<'a> {
     block: &'a [u8],
     at: usize,
 }
 
 impl<'a> BlockReader<'a> {
-    /// An integer whose first octet has `prefix` bits of it (RFC 7541, section 5.1).
+    /// Reads an integer with a prefix of `prefix` bits (RFC 7541, section 5.1).
     fn integer(&mut self, prefix: u32) -> Result<usize, HpackError> {
         let mask = (1 << prefix) - 1;
         let octets = self.block[self.at..].iter().take(INTEGER_LENGTH);
@@ -252,7 +254,7 @@ impl HpackString<'_> {
     }
 }
 
-/// A copy of a block with other values, made only if there are any.
+/// Copy of a block with replaced values, created only if there are any.
 struct EditedBlock<'a> {
     block: &'a [u8],
     copied: usize,
@@ -260,7 +262,7 @@ struct EditedBlock<'a> {
 }
 
 impl EditedBlock<'_> {
-    /// Puts `octets` in the place of `value`, which ends at `end`, in the same coding.
+    /// Replaces `value`, which ends at `end`, by `octets` in the same coding.
     fn replace(&mut self, value: &HpackString<'_>, end: usize, octets: &[u8]) {
         self.output
             .extend_from_slice(&self.block[self.copied..value.start]);
@@ -284,7 +286,7 @@ impl EditedBlock<'_> {
     }
 }
 
-/// The length of a string: an integer with a prefix of seven bits.
+/// Appends the length of a string: an integer with a prefix of seven bits.
 fn push_length(output: &mut Vec<u8>, coding: u8, length: usize) {
     if length < 0x7f {
         output.push(coding | length as u8);
@@ -379,7 +381,7 @@ mod tests {
     fn entries_are_evicted_by_size() {
         let mut table = DynamicTable::new();
         table.apply(&indexed(":authority", "a")).unwrap();
-        // 4096 - 43 octets remain; an entry of one more evicts the authority.
+        // 4096 - 43 octets remain; one more octet evicts the authority.
         table
             .apply(&indexed("x", &"y".repeat(4096 - 43 - 33)))
             .unwrap();

@@ -1,7 +1,7 @@
-//! The Huffman code of HPACK (RFC 7541, appendix B). The code is canonical: shorter codes come first, and codes of the same length are
-//! in the order of their symbols, so that the lengths define it.
+//! Huffman code of HPACK (RFC 7541, appendix B). The code is canonical, so the code lengths define
+//! it: shorter codes come first, and codes of equal length are in symbol order.
 
-/// Bits of the code of each octet, and of the end-of-string symbol.
+/// Code length in bits of each octet, and of the end-of-string symbol.
 const LENGTHS: [u8; 257] = [
     13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28,
     28, 28, 28, 28, 28, 28, 28, 28, 6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6, 5, 5,
@@ -19,15 +19,15 @@ const END_OF_STRING: u16 = 256;
 const SHORTEST: usize = 5;
 const LONGEST: usize = 30;
 
-/// The canonical code.
+/// Tables of the canonical code.
 struct HuffmanCode {
-    /// The code of each symbol, right-aligned.
+    /// Code of each symbol, right-aligned.
     codes: [u32; 257],
-    /// The symbols in the order of their codes.
+    /// Symbols in code order.
     symbols: [u16; 257],
     /// For each length, the end of the codes up to that length, left-aligned in 32 bits.
     ends: [u64; LONGEST + 1],
-    /// For each length, the first code of that length and its place in `symbols`.
+    /// For each length, the first code of that length and its index in `symbols`.
     firsts: [(u32, u16); LONGEST + 1],
 }
 
@@ -83,14 +83,14 @@ pub(crate) fn encode(octets: &[u8]) -> Vec<u8> {
     encoded
 }
 
-/// The octets of an encoded string, or none if it is malformed.
+/// Decodes a string. Returns `None` if it is malformed.
 pub(crate) fn decode(encoded: &[u8]) -> Option<Vec<u8>> {
     let mut octets = Vec::with_capacity(encoded.len() * 8 / SHORTEST);
     walk(encoded, |octet| octets.push(octet))?;
     Some(octets)
 }
 
-/// The number of octets of an encoded string, or none if it is malformed.
+/// Returns the decoded length, or `None` if the string is malformed.
 pub(crate) fn decoded_len(encoded: &[u8]) -> Option<usize> {
     let mut octets = 0;
     walk(encoded, |_| octets += 1)?;
@@ -139,7 +139,7 @@ mod tests {
 
     /// RFC 7541, appendix C.4 and C.6.
     #[test]
-    fn examples_of_the_rfc_encode_and_decode() {
+    fn rfc_examples_encode_and_decode() {
         for (text, encoded) in [
             ("www.example.com", "f1e3 c2e5 f23a 6ba0 ab90 f4ff"),
             ("no-cache", "a8eb 1064 9cbf"),

@@ -1,20 +1,20 @@
-//! Frames of the client. Octets are final as soon as no header block that began before them is incomplete.
+//! Frames of the client. Octets are passed on as soon as no earlier header block is incomplete.
 
 use std::borrow::Cow;
 
 use crate::activity::OpenStreams;
 use crate::frame::{
-    CONTINUATION, DATA, END_HEADERS, FrameHeader, HEADER, HEADERS, PADDED, PRIORITY, RST_STREAM,
-    length_octets,
+    CONTINUATION, DATA, END_HEADERS, FrameHeader, HEADER_LEN, HEADERS, PADDED, PRIORITY,
+    RST_STREAM, length_octets,
 };
 use crate::hpack::DynamicTable;
 
-/// The first octets of every HTTP/2 connection.
+/// Connection preface of HTTP/2.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Frames of a header block at most.
+/// Maximum number of frames of a header block.
 const BLOCK_FRAMES: usize = 128;
 
-/// The position of the reader in the frames of a connection.
+/// Position of the reader in the frames of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReadPosition {
     /// This many octets of the preface were received.
@@ -23,36 +23,37 @@ enum ReadPosition {
     Frame,
     /// This many octets of a frame are missing.
     Payload(usize),
-    /// This many octets of a frame are missing, whose header block is beyond the limits of the filter.
+    /// This many octets are missing of a frame whose header block exceeds the limits of the filter.
     OversizedFrame(usize),
-    /// A header block was beyond the limits of the filter. What comes after it cannot be read, so the connection ends.
+    /// A header block exceeded the limits of the filter. Later blocks cannot be decoded, so the
+    /// connection ends.
     Oversized,
-    /// The rest passes unread: `h2` ends the connection.
+    /// The rest passes unread, because `h2` ends the connection.
     Unread,
 }
 
-/// The part of a header block that was received.
+/// Received part of a header block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum BlockExtent {
-    /// All of it, with its length in octets.
+enum HeaderBlockExtent {
+    /// Complete, with its length in octets.
     Complete(usize),
     /// The frames up to this many octets are needed.
     Incomplete(usize),
-    /// It is beyond the limits of the filter.
+    /// Exceeds the limits of the filter.
     Oversized,
-    /// `h2` refuses it.
+    /// Rejected by `h2`.
     Unreadable,
 }
 
-/// A reader of the frames that a client sends.
+/// Reader of the client's frames.
 pub(crate) struct InboundReader {
     position: ReadPosition,
     table: DynamicTable,
-    /// Octets of a header block with its frames, at most.
+    /// Maximum size of a header block with its frames, in octets.
     block_limit: usize,
-    /// The beginning of an incomplete frame or header block.
+    /// Start of an incomplete frame or header block.
     held: Vec<u8>,
-    /// Frames and header blocks that were held back and are complete.
+    /// Number of completed frames and header blocks that had been held back.
     completed: u64,
 }
 
@@ -68,45 +69,48 @@ impl InboundReader {
         }
     }
 
-    /// Whether octets are held back.
+    /// Returns whether octets are held back.
     pub(crate) fn is_holding(&self) -> bool {
         !self.held.is_empty()
     }
 
-    /// The number of frames and header blocks that were held back and are complete.
+    /// Returns the number of completed frames and header blocks that had been held back.
     pub(crate) fn completed(&self) -> u64 {
         self.completed
     }
 
-    /// Whether the preface was received.
+    /// Returns whether the preface was received.
     pub(crate) fn has_preface(&self) -> bool {
         !matches!(self.position, ReadPosition::Preface(_))
     }
 
-    /// Whether the connection has to end because a header block was beyond the limits.
+    /// Returns whether the connection must end because a header block exceeded the limits.
     pub(crate) fn is_oversized(&self) -> bool {
         self.position == ReadPosition::Oversized
     }
 
-    /// Octets that are needed before those held back can pass.
+    /// Returns the number of octets needed before those held back can pass.
     pub(crate) fn missing(&self) -> usize {
         let wanted = match FrameHeader::parse(&self.held) {
-            None => HEADER,
+            None => HEADER_LEN,
             Some(_) => match self.extent(&self.held) {
-                BlockExtent::Incomplete(wanted) => wanted,
-                BlockExtent::Complete(_) | BlockExtent::Oversized | BlockExtent::Unreadable => 0,
+                HeaderBlockExtent::Incomplete(wanted) => wanted,
+                HeaderBlockExtent::Complete(_)
+                | HeaderBlockExtent::Oversized
+                | HeaderBlockExtent::Unreadable => 0,
             },
         };
         wanted.saturating_sub(self.held.len())
     }
 
-    /// The octets held back, when the client has closed the connection.
+    /// Returns the octets held back when the client has closed the connection.
     pub(crate) fn release_held(&mut self) -> Vec<u8> {
         self.position = ReadPosition::Unread;
         std::mem::take(&mut self.held)
     }
 
-    /// Takes octets that were read while others are held back, at most as many as are [`missing`](Self::missing). Returns what may pass.
+    /// Adds octets that were read while others are held back, at most [`missing`](Self::missing).
+    /// Returns the octets that may pass.
     pub(crate) fn read_held(&mut self, octets: &[u8], streams: &mut OpenStreams) -> Vec<u8> {
         let mut all = std::mem::take(&mut self.held);
         all.extend_from_slice(octets);
@@ -117,8 +121,8 @@ impl InboundReader {
         all
     }
 
-    /// Reads octets, changes those that have to be changed, and holds back the end that is not final. The first octets, as many as are
-    /// returned, may pass.
+    /// Reads and edits octets in place, and holds back an incomplete end. Returns the number of
+    /// octets that may pass.
     pub(crate) fn read(&mut self, octets: &mut [u8], streams: &mut OpenStreams) -> usize {
         let mut at = 0;
         let mut end = octets.len();
@@ -166,7 +170,7 @@ impl InboundReader {
         end
     }
 
-    /// Reads the header of a frame, or a whole header block; none if too little of it has come.
+    /// Reads a frame header or a complete header block. Returns `None` if it is incomplete.
     fn frame(&mut self, octets: &mut [u8], streams: &mut OpenStreams) -> Option<FrameStep> {
         let header = FrameHeader::parse(octets)?;
         if header.kind != HEADERS {
@@ -181,26 +185,26 @@ impl InboundReader {
                 ReadPosition::Payload(header.length)
             };
             return Some(FrameStep {
-                read: HEADER,
-                passed: HEADER,
+                read: HEADER_LEN,
+                passed: HEADER_LEN,
             });
         }
         let length = match self.extent(octets) {
-            BlockExtent::Complete(length) => length,
-            BlockExtent::Incomplete(_) => return None,
-            BlockExtent::Oversized => {
+            HeaderBlockExtent::Complete(length) => length,
+            HeaderBlockExtent::Incomplete(_) => return None,
+            HeaderBlockExtent::Oversized => {
                 // `h2` may refuse the frame.
                 self.position = oversized_after(header.length);
                 return Some(FrameStep {
-                    read: HEADER,
-                    passed: HEADER,
+                    read: HEADER_LEN,
+                    passed: HEADER_LEN,
                 });
             }
-            BlockExtent::Unreadable => {
+            HeaderBlockExtent::Unreadable => {
                 self.position = ReadPosition::Unread;
                 return Some(FrameStep {
-                    read: HEADER,
-                    passed: HEADER,
+                    read: HEADER_LEN,
+                    passed: HEADER_LEN,
                 });
             }
         };
@@ -230,36 +234,36 @@ impl InboundReader {
         })
     }
 
-    /// The received part of the header block that begins here.
-    fn extent(&self, octets: &[u8]) -> BlockExtent {
+    /// Returns the received part of the header block that starts here.
+    fn extent(&self, octets: &[u8]) -> HeaderBlockExtent {
         let mut at = 0;
         let mut stream = None;
         for _ in 0..BLOCK_FRAMES {
             let Some(header) = FrameHeader::parse(&octets[at..]) else {
-                return BlockExtent::Incomplete(at + HEADER);
+                return HeaderBlockExtent::Incomplete(at + HEADER_LEN);
             };
             let continues =
                 stream.is_none_or(|stream| header.kind == CONTINUATION && header.stream == stream);
-            at += HEADER + header.length;
+            at += HEADER_LEN + header.length;
             if !continues {
-                return BlockExtent::Unreadable;
+                return HeaderBlockExtent::Unreadable;
             }
             if at > self.block_limit {
-                return BlockExtent::Oversized;
+                return HeaderBlockExtent::Oversized;
             }
             if at > octets.len() {
-                return BlockExtent::Incomplete(at);
+                return HeaderBlockExtent::Incomplete(at);
             }
             if header.has(END_HEADERS) {
-                return BlockExtent::Complete(at);
+                return HeaderBlockExtent::Complete(at);
             }
             stream = Some(header.stream);
         }
-        BlockExtent::Oversized
+        HeaderBlockExtent::Oversized
     }
 }
 
-/// The position in a frame of an oversized header block of which `rest` octets are missing.
+/// Returns the position in a frame of an oversized header block of which `rest` octets are missing.
 fn oversized_after(rest: usize) -> ReadPosition {
     if rest == 0 {
         ReadPosition::Oversized
@@ -268,44 +272,44 @@ fn oversized_after(rest: usize) -> ReadPosition {
     }
 }
 
-/// Octets that were read, and how many of them pass.
+/// Number of octets read, and of those that pass.
 struct FrameStep {
     read: usize,
     passed: usize,
 }
 
-/// A header block that `h2` refuses.
+/// Header block that `h2` rejects.
 struct BlockError;
 
-/// The frames of a complete header block.
+/// Frames of a complete header block.
 struct HeaderBlock<'a> {
     frames: Vec<BlockFrame<'a>>,
 }
 
-/// HEADERS or CONTINUATION.
+/// HEADERS or CONTINUATION frame.
 struct BlockFrame<'a> {
-    /// The header, with the length of the padding and the priority.
+    /// Frame header with padding length and priority.
     head: &'a [u8],
     fragment: &'a [u8],
     padding: &'a [u8],
 }
 
 impl<'a> HeaderBlock<'a> {
-    /// Splits the frames; none if `h2` does not read the block and goes on.
+    /// Splits the frames. Returns `None` if `h2` ignores the block and continues.
     fn split(mut octets: &'a [u8]) -> Result<Option<Self>, BlockError> {
         let mut frames = Vec::with_capacity(1);
         while let Some(header) = FrameHeader::parse(octets) {
-            let (frame, rest) = octets.split_at(HEADER + header.length);
+            let (frame, rest) = octets.split_at(HEADER_LEN + header.length);
             octets = rest;
             if header.kind == CONTINUATION {
                 frames.push(BlockFrame {
-                    head: &frame[..HEADER],
-                    fragment: &frame[HEADER..],
+                    head: &frame[..HEADER_LEN],
+                    fragment: &frame[HEADER_LEN..],
                     padding: &[],
                 });
                 continue;
             }
-            let mut start = HEADER;
+            let mut start = HEADER_LEN;
             let mut padding = 0;
             if header.has(PADDED) {
                 padding = usize::from(*frame.get(start).ok_or(BlockError)?);
@@ -349,13 +353,13 @@ impl<'a> HeaderBlock<'a> {
         }
     }
 
-    /// The same frames with a block that is not longer: the last fragments shrink.
+    /// Returns the same frames with a block that is not longer; the last fragments shrink.
     fn with_fragments(&self, mut block: &[u8]) -> Vec<u8> {
         let mut octets = Vec::new();
         for frame in &self.frames {
             let (fragment, rest) = block.split_at(frame.fragment.len().min(block.len()));
             block = rest;
-            let length = frame.head.len() - HEADER + fragment.len() + frame.padding.len();
+            let length = frame.head.len() - HEADER_LEN + fragment.len() + frame.padding.len();
             octets.extend(length_octets(length));
             octets.extend_from_slice(&frame.head[3..]);
             octets.extend_from_slice(fragment);

@@ -1,16 +1,19 @@
 //! A filter between an accepted connection and the `h2` crate.
 //!
-//! `h2` resets every stream whose `:authority` is not an authority in the sense of RFC 3986. Envoy sends the name of the cluster
-//! there unless its `envoy_grpc.authority` is set, and control planes name clusters freely: `outbound|9002||picker.ns.svc` (Istio),
-//! `extension/ns/name` (Contour). [`Http2Filter`] reads the HTTP/2 frames of the client and replaces the characters that `h2` refuses
-//! (see [`normalize_authority`]). Everything else passes unchanged, malformed input included: `h2` answers it.
+//! `h2` resets every stream whose `:authority` is not an authority in the sense of RFC 3986. Envoy
+//! sends the name of the cluster there unless its `envoy_grpc.authority` is set, and control planes
+//! name clusters freely: `outbound|9002||picker.ns.svc` (Istio), `extension/ns/name` (Contour).
+//! [`Http2Filter`] reads the HTTP/2 frames of the client and replaces the characters that `h2`
+//! refuses (see [`normalize_authority`]). Everything else passes unchanged, malformed input
+//! included: `h2` answers it.
 //!
-//! The replacement has as many octets as the original. An entry of the HPACK dynamic table therefore keeps its size, the table of
-//! `h2` evicts what the encoder of the client evicts, and later header blocks that refer to the entry need no change. The filter
-//! needs no copy of the table either, only the size of each entry and whether its name is `:authority`.
+//! The replacement has as many octets as the original. An entry of the HPACK dynamic table
+//! therefore keeps its size, the table of `h2` evicts what the encoder of the client evicts, and
+//! later header blocks that refer to the entry need no change. The filter needs no copy of the
+//! table either, only the size of each entry and whether its name is `:authority`.
 //!
-//! The filter also counts open streams and reports the RST_STREAM and GOAWAY frames by which `h2` answers errors: `h2` does not
-//! report them itself.
+//! The filter also counts open streams and reports the RST_STREAM and GOAWAY frames by which `h2`
+//! answers errors: `h2` does not report them itself.
 
 mod activity;
 mod authority;
@@ -19,9 +22,11 @@ mod hpack;
 mod huffman;
 mod inbound;
 mod outbound;
+mod service;
 mod stream;
 
 pub use activity::OpenStreams;
 pub use authority::normalize_authority;
 pub use outbound::{ErrorScope, SentError};
+pub use service::{host_without_port, service_of_authority};
 pub use stream::{Http2Filter, Http2Limits};

@@ -1,40 +1,40 @@
 //! Frames of the server: ends of streams, and errors.
 
 use crate::activity::OpenStreams;
-use crate::frame::{DATA, END_STREAM, FrameHeader, GOAWAY, HEADER, HEADERS, RST_STREAM};
+use crate::frame::{DATA, END_STREAM, FrameHeader, GOAWAY, HEADER_LEN, HEADERS, RST_STREAM};
 
-/// Codes that are no errors: NO_ERROR and CANCEL.
+/// Codes that are not errors: NO_ERROR and CANCEL.
 const HARMLESS: [u32; 2] = [0, 8];
 
-/// The scope of an error.
+/// Scope of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorScope {
-    /// A stream, by RST_STREAM.
+    /// Stream error, sent by RST_STREAM.
     Stream,
-    /// The connection, by GOAWAY.
+    /// Connection error, sent by GOAWAY.
     Connection,
 }
 
-/// An error that the server sent to the client.
+/// Error that the server sent to the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SentError {
-    /// Its scope.
+    /// Scope.
     pub scope: ErrorScope,
-    /// The name of its code, in small letters.
+    /// Name of the error code in lower case.
     pub reason: &'static str,
 }
 
-/// A reader of the frames that a server sends.
+/// Reader of the server's frames.
 #[derive(Debug, Default)]
 pub(crate) struct OutboundReader {
-    /// The beginning of a frame: its header, and of RST_STREAM and GOAWAY the error code.
+    /// Start of a frame: its header, and the error code of RST_STREAM and GOAWAY.
     head: Vec<u8>,
-    /// Octets of the frame that are still to come.
+    /// Remaining octets of the frame.
     rest: usize,
 }
 
 impl OutboundReader {
-    /// Reads octets that have been sent.
+    /// Reads sent octets.
     pub(crate) fn read(
         &mut self,
         mut octets: &[u8],
@@ -52,27 +52,27 @@ impl OutboundReader {
             if let Some(header) = FrameHeader::parse(&self.head)
                 && self.head.len() == self.wanted()
             {
-                self.rest = header.length - (self.head.len() - HEADER);
-                on_frame(header, &self.head[HEADER..], streams).map(&mut on_error);
+                self.rest = header.length - (self.head.len() - HEADER_LEN);
+                on_frame(header, &self.head[HEADER_LEN..], streams).map(&mut on_error);
                 self.head.clear();
             }
         }
     }
 
-    /// Octets of the frame that are kept.
+    /// Returns the number of octets stored from the start of the frame.
     fn wanted(&self) -> usize {
         match FrameHeader::parse(&self.head) {
             Some(FrameHeader {
                 kind: RST_STREAM,
                 length,
                 ..
-            }) => HEADER + length.min(4),
+            }) => HEADER_LEN + length.min(4),
             Some(FrameHeader {
                 kind: GOAWAY,
                 length,
                 ..
-            }) => HEADER + length.min(8),
-            _ => HEADER,
+            }) => HEADER_LEN + length.min(8),
+            _ => HEADER_LEN,
         }
     }
 }
@@ -103,7 +103,7 @@ fn sent_error(scope: ErrorScope, payload: &[u8]) -> Option<SentError> {
     })
 }
 
-/// The names of RFC 9113, section 7.
+/// Returns the name of an error code (RFC 9113, section 7).
 fn reason(code: u32) -> &'static str {
     match code {
         1 => "protocol_error",

@@ -1,4 +1,4 @@
-//! The filter around a connection.
+//! Filter around a connection.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -10,19 +10,20 @@ use crate::activity::OpenStreams;
 use crate::inbound::InboundReader;
 use crate::outbound::{OutboundReader, SentError};
 
-/// Octets that are read at a time while a header block is incomplete.
+/// Octets read at a time while a header block is incomplete.
 const HELD_READ: usize = 2048;
 
 /// Limits of a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Http2Limits {
-    /// Octets of a header block with its frames. A larger one cannot be followed, and the connection ends in an error of the kind
-    /// [`InvalidData`](io::ErrorKind::InvalidData). It has to be more than the server accepts in one frame plus the size of its
-    /// header list, so that a block that the server refuses with status 431 is still followed.
+    /// Octets of a header block with its frames. A larger one cannot be followed, and the
+    /// connection ends in an error of the kind [`InvalidData`](io::ErrorKind::InvalidData). It has
+    /// to be more than the server accepts in one frame plus the size of its header list, so that a
+    /// block that the server refuses with status 431 is still followed.
     pub header_block: usize,
 }
 
-/// A connection of an HTTP/2 client, for the server.
+/// Connection of an HTTP/2 client.
 pub struct Http2Filter<S> {
     io: S,
     inbound: InboundReader,
@@ -30,13 +31,14 @@ pub struct Http2Filter<S> {
     streams: OpenStreams,
     /// Octets that were held back and may pass.
     ready: Vec<u8>,
-    /// Octets of `ready` that have passed.
+    /// Number of octets of `ready` that have passed.
     passed: usize,
     on_error: Box<dyn FnMut(SentError) + Send>,
 }
 
 impl<S> Http2Filter<S> {
-    /// A filter for a connection of which nothing has been read. Calls `on_error` for each error that the server sends.
+    /// Creates a filter for a connection of which nothing has been read. `on_error` is called for
+    /// each error that the server sends.
     pub fn new(
         io: S,
         limits: Http2Limits,
@@ -53,28 +55,28 @@ impl<S> Http2Filter<S> {
         }
     }
 
-    /// The connection.
+    /// Returns the connection.
     pub fn get_ref(&self) -> &S {
         &self.io
     }
 
-    /// Its streams.
+    /// Returns its streams.
     pub fn streams(&self) -> &OpenStreams {
         &self.streams
     }
 
-    /// Whether the client has sent the preface of HTTP/2.
+    /// Returns whether the client has sent the HTTP/2 preface.
     pub fn has_preface(&self) -> bool {
         self.inbound.has_preface()
     }
 
-    /// Whether an incomplete frame or header block was received.
+    /// Returns whether an incomplete frame or header block was received.
     pub fn is_mid_block(&self) -> bool {
         self.inbound.is_holding()
     }
 
-    /// The number of frames and header blocks so far that were received in parts and are complete. While it stays the same,
-    /// [`is_mid_block`](Self::is_mid_block) is about the same block.
+    /// Returns the number of completed frames and header blocks that were received in parts. While
+    /// it does not change, [`is_mid_block`](Self::is_mid_block) refers to the same block.
     pub fn completed_blocks(&self) -> u64 {
         self.inbound.completed()
     }
@@ -93,7 +95,8 @@ impl<S> Http2Filter<S> {
 }
 
 impl<S: AsyncRead + Unpin> Http2Filter<S> {
-    /// Reads into the caller's buffer. Returns whether the caller has something to process: octets, or the end.
+    /// Reads into the buffer of the caller. Returns whether there is something to process: octets,
+    /// or the end.
     fn poll_direct(
         &mut self,
         cx: &mut Context<'_>,

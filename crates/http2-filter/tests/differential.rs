@@ -1,7 +1,9 @@
-//! The filter against `h2` without it. Connections are generated at random from a seed, in two versions: one with any authorities, which
-//! goes through the filter, and one in which they are normalized, which does not. `h2` has to answer both alike.
+//! The filter against `h2` without it. Connections are generated at random from a seed, in two
+//! versions: one with any authorities, which goes through the filter, and one in which they are
+//! normalized, which does not. `h2` has to answer both alike.
 //!
-//! `WARMROUTE_HTTP2_CASES` sets the number of connections (default 20,000), `WARMROUTE_HTTP2_SEED` the first seed.
+//! `WARMROUTE_HTTP2_CASES` sets the number of connections (default 20,000), `WARMROUTE_HTTP2_SEED`
+//! the first seed.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -20,17 +22,18 @@ use warmroute_http2_filter::{Http2Filter, Http2Limits, normalize_authority};
 
 const FRAME_LIMIT: u32 = 1 << 15;
 const HEADER_LIST: u32 = 1 << 13;
-/// Beyond what the generator makes; `h2` refuses less.
+/// Larger than any generated block; `h2` rejects less.
 const BLOCK_LIMIT: usize = 1 << 16;
 
-/// A connection whose octets are known.
+/// A connection with fixed input.
 struct Script {
     input: Vec<u8>,
     at: usize,
     /// Octets of each read; the last one repeats.
     pieces: Vec<usize>,
     reads: usize,
-    /// What follows the octets: the end of the connection, or nothing. At the end `h2` drops what it has not sent.
+    /// Behavior after the input: the end of the connection, or nothing. At the end `h2` drops
+    /// unsent octets.
     ends: bool,
     output: Vec<u8>,
 }
@@ -85,7 +88,7 @@ impl AsyncWrite for Script {
     }
 }
 
-/// What `h2` made of a connection.
+/// Result of a connection in `h2`.
 #[derive(Debug, PartialEq, Eq)]
 struct Outcome {
     requests: Vec<String>,
@@ -205,7 +208,7 @@ fn errors(mut output: &[u8]) -> BTreeSet<(u8, u32, u32)> {
     errors
 }
 
-/// Whether a client resets a stream.
+/// Returns whether a client resets a stream.
 fn has_reset(input: &[u8]) -> bool {
     let mut rest = input.get(24..).unwrap_or_default();
     while let [l0, l1, l2, kind, _, _, _, _, _, payload @ ..] = rest {
@@ -275,7 +278,8 @@ struct Generator {
     input: Vec<u8>,
     /// With normalized ones.
     twin: Vec<u8>,
-    /// Whether a stream depends on itself: then `h2` does not read its header block, and neither does the filter.
+    /// True if a stream depends on itself: then `h2` does not read its header block, and neither
+    /// does the filter.
     has_unread_block: bool,
 }
 
@@ -397,7 +401,7 @@ impl Generator {
             ][self.random.random_range(0..4)];
             block.extend(size);
         }
-        // What every request has, so that most of them are accepted.
+        // Fields of every request, so that most requests are accepted.
         let ordinary: &[u8] = if self.one_in(30) {
             &[0x82]
         } else {
@@ -431,8 +435,8 @@ impl Generator {
         block
     }
 
-    /// A literal field. The name that an index of the dynamic table stands for is not known here, so such a field has a value that no
-    /// normalization changes.
+    /// A literal field. The name that an index of the dynamic table stands for is not known here,
+    /// so such a field has a value that no normalization changes.
     fn field(&mut self, block: &mut BlockVersions, name: &str, index: Option<u8>) {
         let (prefix, first) = [(6, 0x40), (4, 0x00), (4, 0x10)][if self.one_in(2) {
             0
@@ -498,7 +502,7 @@ impl Generator {
             (&mut self.input, &block.input),
             (&mut self.twin, &block.twin),
         ] {
-            // The frames keep their lengths as long as the block reaches.
+            // The frames retain their lengths as far as the block reaches.
             let ends: Vec<_> = ends.iter().map(|end| block.len().min(*end)).collect();
             let mut payload = Vec::new();
             payload.extend(padding);
@@ -571,7 +575,7 @@ fn variable(name: &str, default: u64) -> u64 {
 }
 
 #[test]
-fn filtered_connection_is_answered_like_its_normalized_twin() {
+fn filtered_connection_behaves_like_normalized_input() {
     let first = variable("WARMROUTE_HTTP2_SEED", 0);
     let cases = variable("WARMROUTE_HTTP2_CASES", 20_000);
     let mut counts = [0_u64; 4];
@@ -615,7 +619,8 @@ fn filtered_connection_is_answered_like_its_normalized_twin() {
     assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
 }
 
-/// Random octets of a connection change. Where `h2` answers no error, the filter must not change the outcome.
+/// Random octets of a connection change. Where `h2` answers no error, the filter must not change
+/// the outcome.
 fn mutated(seed: u64, generator: &mut Generator, accepted: &mut u64) {
     let mut input = generator.twin.clone();
     for _ in 0..generator.random.random_range(1..4) {
@@ -638,7 +643,8 @@ fn mutated(seed: u64, generator: &mut Generator, accepted: &mut u64) {
     if passed(&input, pieces, false) == input {
         assert_eq!(through, outcome, "seed {seed}");
     } else if !through.closes_connection() {
-        // A stream that h2 now accepts may show an error of the client that the reset of the stream hid.
+        // A stream that h2 now accepts may show an error of the client that the reset of the stream
+        // hid.
         let mut rest = through.requests.iter();
         let found = outcome
             .requests

@@ -20,7 +20,8 @@ impl ReconnectBackoff {
         }
     }
 
-    /// Returns the pause before the next attempt. `jitter`, from 0 to 1, spreads it between 75 % and 125 %.
+    /// Returns the pause before the next attempt. `jitter`, from 0 to 1, spreads it between 75 %
+    /// and 125 %.
     pub fn next_pause(&mut self, jitter: f64) -> Duration {
         let pause = self.next.mul_f64(0.75 + jitter.clamp(0.0, 1.0) / 2.0);
         self.next = (self.next * 2).min(self.longest);

@@ -9,7 +9,8 @@ use tokio::time::{Instant, sleep_until, timeout};
 use crate::error::ZmtpError;
 use crate::session::{SessionEvent, ZmtpSession};
 
-/// Bytes of one read. The session consumes everything before the next read, so the buffer does not grow.
+/// Bytes of one read. The session consumes everything before the next read, so the buffer does not
+/// grow.
 const READ: usize = 16 * 1024;
 
 /// Timeouts and intervals of a connection.
@@ -21,7 +22,8 @@ pub struct ConnectionTiming {
     pub handshake: Duration,
     /// Interval of heartbeats to peers that support them.
     pub heartbeat: Duration,
-    /// A peer that supports heartbeats and sends nothing for this long is gone; so is one that accepts no data.
+    /// A peer that supports heartbeats and sends nothing for this long is gone; so is one that
+    /// accepts no data.
     pub silence: Duration,
 }
 
@@ -80,7 +82,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
     pub async fn next_event(&mut self) -> Result<SessionEvent, ZmtpError> {
         loop {
             let event = self.session.process(&mut self.input)?;
-            // Replies to heartbeats are sent before more is read, so that a peer that does not read cannot pile them up.
+            // Replies to heartbeats are sent before more is read, so that a peer that does not read
+            // cannot pile them up.
             if !self.session.output().is_empty() && event.is_none() {
                 self.flush().await?;
             }
@@ -111,7 +114,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
         self.flush().await
     }
 
-    /// Waits for `busy` without reading. Heartbeats are sent meanwhile, so that the peer does not time out.
+    /// Waits for `busy` without reading. Heartbeats are sent meanwhile, so that the peer does not
+    /// time out.
     pub async fn wait_for<T>(&mut self, busy: impl Future<Output = T>) -> Result<T, ZmtpError> {
         tokio::pin!(busy);
         loop {

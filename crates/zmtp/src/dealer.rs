@@ -9,7 +9,8 @@ use crate::error::ZmtpError;
 use crate::session::{SessionEvent, SocketRole, ZmtpSession};
 use crate::transport::{self, TransportStream};
 
-/// A connected DEALER socket. It reads only while a caller waits for a reply, and does not reconnect.
+/// A connected DEALER socket. It reads only while a caller waits for a reply, and does not
+/// reconnect.
 pub struct DealerSocket {
     connection: ZmtpConnection<TransportStream>,
 }

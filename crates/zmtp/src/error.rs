@@ -34,7 +34,7 @@ pub enum ZmtpError {
     /// The peer neither sent nor accepted data.
     #[error("the peer did not respond to heartbeats for {0:?}")]
     HeartbeatTimeout(Duration),
-    /// The peer violated the protocol, or requires what this crate does not support.
+    /// The peer violated the protocol, or requires a feature that this crate does not support.
     #[error(transparent)]
     Protocol(#[from] ProtocolError),
     /// The bound socket has as many publishers as it accepts.
@@ -43,7 +43,8 @@ pub enum ZmtpError {
     /// Newer connections took the place of this one, which had not completed its handshake.
     #[error("more than {0} connections are in the ZMTP handshake")]
     TooManyHandshakes(usize),
-    /// The bound socket has as many publishers as it accepts, and a new one took the place of this one.
+    /// The bound socket has as many publishers as it accepts, and a new one took the place of this
+    /// one.
     #[error("the publisher sent no message for the longest time and was replaced by a new one")]
     Replaced,
 }

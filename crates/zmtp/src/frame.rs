@@ -1,5 +1,5 @@
-//! Frames: flags, length and body. The decoder stores received bytes only, and skips the body of a frame that exceeds
-//! the room the caller has for it.
+//! Frames: flags, length and body. The decoder stores received bytes only, and skips the body of a
+//! frame that exceeds the room the caller has for it.
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 
@@ -86,7 +86,8 @@ impl Default for FrameDecoder {
 }
 
 impl FrameDecoder {
-    /// Consumes input up to the end of the next frame. Without a complete frame, all input is consumed.
+    /// Consumes input up to the end of the next frame. Without a complete frame, all input is
+    /// consumed.
     pub(crate) fn decode(
         &mut self,
         input: &mut BytesMut,
@@ -167,7 +168,7 @@ fn header(bytes: &[u8; 9]) -> (u8, u64) {
     (flags, length)
 }
 
-/// Decides what to do with a body of an announced length.
+/// Returns the decoder state for a body of an announced length.
 fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, ProtocolError> {
     if flags & !(MORE | LONG | IS_COMMAND) != 0 || flags & (MORE | IS_COMMAND) == MORE | IS_COMMAND
     {
@@ -199,7 +200,8 @@ fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, P
     })
 }
 
-/// Makes room for `taken` more bytes: at most twice the received ones, and never more than the announced length.
+/// Makes room for `taken` more bytes: at most twice the received ones, and never more than the
+/// announced length.
 fn grow(stored: &mut Vec<u8>, taken: usize, length: usize) {
     let needed = stored.len() + taken;
     if needed > stored.capacity() {

@@ -38,8 +38,9 @@ impl Default for GreetingDecoder {
 }
 
 impl GreetingDecoder {
-    /// Consumes input and returns the peer's minor version when the greeting is complete. Errors are found as early as
-    /// possible, because a peer of an older version waits after its signature.
+    /// Consumes input and returns the peer's minor version when the greeting is complete. Errors
+    /// are found as early as possible, because a peer of an older version waits after its
+    /// signature.
     pub(crate) fn decode(&mut self, input: &mut BytesMut) -> Result<Option<u8>, ProtocolError> {
         let taken = input.len().min(LENGTH - self.received);
         self.bytes[self.received..][..taken].copy_from_slice(&input[..taken]);

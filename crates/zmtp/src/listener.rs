@@ -15,13 +15,15 @@ use crate::error::ZmtpError;
 use crate::sub::{PublisherId, SubEvent, forward, report_end, session};
 use crate::transport::{TransportListener, TransportStream};
 
-/// Most publishers of a socket. An event source has one; a second one exists while an engine is replaced. A further one replaces the
-/// publisher that has sent no message for longest, if that is longer than [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
+/// Most publishers of a socket. An event source has one; a second one exists while an engine is
+/// replaced. A further one replaces the publisher that has sent no message for longest, if that is
+/// longer than [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
 const PUBLISHERS: usize = 4;
-/// Most connections in the handshake. A new connection replaces one of the host that has most of them, and of these the oldest one,
-/// which is the most likely to be stalled.
+/// Most connections in the handshake. A new connection replaces one of the host that has most of
+/// them, and of these the oldest one, which is the most likely to be stalled.
 const HANDSHAKES: usize = 8;
-/// Pause after a connection could not be accepted, for example because the process has no free file descriptor.
+/// Pause after a connection could not be accepted, for example because the process has no free file
+/// descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The outcome of one handshake, with the peer's address.
@@ -134,7 +136,8 @@ impl PublisherListener {
         }
     }
 
-    /// Ends the publisher that has sent no message for longest, if there are too many. Returns whether there is room for another one.
+    /// Ends the publisher that has sent no message for longest, if there are too many. Returns
+    /// whether there is room for another one.
     fn make_room(&mut self) -> bool {
         if self.active.len() < PUBLISHERS {
             return true;

@@ -7,7 +7,8 @@ use crate::error::ProtocolError;
 use crate::frame::{AcceptedFrames, FrameDecoder, ZmtpFrame, put_command, put_part};
 use crate::greeting::{GreetingDecoder, greeting};
 
-/// A message that exceeds the limits by at most this factor is skipped. A larger one ends the connection.
+/// A message that exceeds the limits by at most this factor is skipped. A larger one ends the
+/// connection.
 const SKIPPED: u64 = 16;
 
 /// Sizes that a peer may not exceed.
@@ -102,7 +103,7 @@ pub struct ZmtpSession {
     decoder: FrameDecoder,
     assembly: PartialMessage,
     output: BytesMut,
-    /// Whether the peer understands PING, which older implementations treat as an error.
+    /// Set if the peer understands PING, which older implementations treat as an error.
     has_heartbeats: bool,
 }
 
@@ -120,7 +121,8 @@ impl ZmtpSession {
         }
     }
 
-    /// Consumes input up to the next event. `None` means that all input is consumed and more is needed.
+    /// Consumes input up to the next event. `None` means that all input is consumed and more is
+    /// needed.
     pub fn process(&mut self, input: &mut BytesMut) -> Result<Option<SessionEvent>, ProtocolError> {
         loop {
             match &mut self.phase {

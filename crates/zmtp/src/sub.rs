@@ -13,7 +13,8 @@ use crate::listener::PublisherListener;
 use crate::session::{ExceededLimit, SessionEvent, SocketRole, ZmtpSession};
 use crate::transport::{self, TransportListener, TransportStream};
 
-/// Events that wait for the consumer. Further messages wait in the connections, the kernel and the publishers.
+/// Events that wait for the consumer. Further messages wait in the connections, the kernel and the
+/// publishers.
 const QUEUE: usize = 1;
 
 /// The number of a publisher's connection, unique within its socket.
@@ -23,7 +24,8 @@ pub struct PublisherId(pub u64);
 /// An event of a SUB socket.
 #[derive(Debug)]
 pub enum SubEvent {
-    /// A publisher completed the handshake with a bound socket. A connected socket begins in this state.
+    /// A publisher completed the handshake with a bound socket. A connected socket begins in this
+    /// state.
     Connected {
         /// The connection.
         publisher: PublisherId,
@@ -50,7 +52,8 @@ pub enum SubEvent {
     },
 }
 
-/// A SUB socket with one subscription. A connected socket does not reconnect: [`SubEvent::Disconnected`] is its last event.
+/// A SUB socket with one subscription. A connected socket does not reconnect:
+/// [`SubEvent::Disconnected`] is its last event.
 pub struct SubSocket {
     events: mpsc::Receiver<SubEvent>,
     local: Option<ZmtpEndpoint>,
@@ -119,8 +122,8 @@ pub(crate) fn session(topic: &str, config: SocketConfig) -> ZmtpSession {
     )
 }
 
-/// Passes the messages of a connection on, one at a time: nothing is read while one waits for the consumer. Returns the error of the
-/// connection; none when the socket is gone.
+/// Passes the messages of a connection on, one at a time: nothing is read while one waits for the
+/// consumer. Returns the error of the connection; none when the socket is gone.
 pub(crate) async fn forward(
     mut connection: ZmtpConnection<TransportStream>,
     events: &mpsc::Sender<SubEvent>,

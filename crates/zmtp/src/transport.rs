@@ -106,8 +106,8 @@ impl TransportListener {
     }
 }
 
-/// Removes a socket file that no process listens on. A socket file outlives the process that bound it. Any other file, and a
-/// socket that accepts connections, stays, and binding fails.
+/// Removes a socket file that no process listens on. A socket file outlives the process that bound
+/// it. Any other file, and a socket that accepts connections, stays, and binding fails.
 async fn remove_stale_socket(path: &Path) {
     let is_socket =
         std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());

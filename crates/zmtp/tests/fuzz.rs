@@ -1,5 +1,5 @@
-//! Random conversations through a socket pair, against a plain parser. `WARMROUTE_FUZZ_INPUTS` sets their number; the
-//! random seed is printed. `fuzz/` runs the same target guided by coverage.
+//! Random conversations through a socket pair, against a plain parser. `WARMROUTE_FUZZ_INPUTS` sets
+//! their number; the random seed is printed. `fuzz/` runs the same target guided by coverage.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #[path = "fuzz/input.rs"]

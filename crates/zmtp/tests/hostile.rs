@@ -1,5 +1,5 @@
-//! Peers that violate the protocol, announce huge sizes, or hold connections: the process keeps its memory and its
-//! sockets, and a sound publisher is still received.
+//! Peers that violate the protocol, announce huge sizes, or hold connections: the process keeps its
+//! memory and its sockets, and a sound publisher is still received.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,8 +10,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
 use warmroute_zmtp::{
-    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent,
-    SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
+    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, PublisherId,
+    SessionEvent, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 const READY_PUB: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB";
@@ -95,7 +95,8 @@ fn resident() -> usize {
         / 1024
 }
 
-/// The reproduction of an abort: nine bytes after the greeting, with a length that cannot be allocated.
+/// The reproduction of an abort: nine bytes after the greeting, with a length that cannot be
+/// allocated.
 #[tokio::test]
 async fn announced_length_does_not_abort_the_process() {
     for length in [1 << 62, 1 << 40, u64::MAX] {
@@ -273,7 +274,8 @@ async fn failed_heartbeat_does_not_lose_a_received_message() {
             .write_all(&[&greeting(1)[..], READY_PUB, b"\x00\x01a\x00\x01b"].concat())
             .await
             .unwrap();
-        // Leaves time to receive both messages. Then the drop resets the connection, because it has unread bytes.
+        // Leaves time to receive both messages. Then the drop resets the connection, because it has
+        // unread bytes.
         sleep(Duration::from_millis(300)).await;
     });
     let timing = ConnectionTiming {
@@ -333,6 +335,24 @@ async fn publishers_of_a_socket_are_bounded() {
     ));
 }
 
+/// Reads events until a publisher was disconnected and a message has arrived. Returns the
+/// disconnected publishers.
+async fn disconnected_before_message(socket: &mut SubSocket) -> Vec<(PublisherId, &'static str)> {
+    let mut disconnected = Vec::new();
+    let mut messages = 0;
+    while disconnected.is_empty() || messages == 0 {
+        match next(socket).await {
+            SubEvent::Disconnected { publisher, error } => {
+                disconnected.push((publisher, error.reason()))
+            }
+            SubEvent::Message(_) => messages += 1,
+            SubEvent::Connected { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    disconnected
+}
+
 #[tokio::test]
 async fn silent_publisher_is_replaced_by_a_new_one() {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
@@ -371,19 +391,10 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
     assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
     let mut fifth = publisher(&address).await;
     fifth.write_all(b"\x00\x02kv").await.unwrap();
-    let mut replaced = Vec::new();
-    let mut messages = 0;
-    while replaced.is_empty() || messages == 0 {
-        match next(&mut socket).await {
-            SubEvent::Disconnected { publisher, error } => {
-                replaced.push((publisher, error.reason()))
-            }
-            SubEvent::Message(_) => messages += 1,
-            SubEvent::Connected { .. } => {}
-            other => panic!("{other:?}"),
-        }
-    }
-    assert_eq!(replaced, [(ids[1], "replaced")]);
+    assert_eq!(
+        disconnected_before_message(&mut socket).await,
+        [(ids[1], "replaced")]
+    );
     assert_eq!(
         publishers[1].read(&mut [0; 8]).await.unwrap(),
         0,

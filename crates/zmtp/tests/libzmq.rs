@@ -2,16 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "../../../examples/support/child.rs"]
-#[allow(dead_code, reason = "only a part is used")]
-mod child;
-#[path = "../../../examples/support/installed.rs"]
-#[allow(dead_code, reason = "only a part is used")]
-mod installed;
-#[path = "../../../examples/support/pypi.rs"]
-#[allow(dead_code, reason = "only a part is used")]
-mod pypi;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -24,6 +14,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::{Instant, sleep, timeout};
+use warmroute_testbed::programs::{install_once, target_dir};
+use warmroute_testbed::pypi::{self, PypiPackages};
 use warmroute_zmtp::{
     ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent,
     SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
@@ -42,10 +34,10 @@ fn python() -> PathBuf {
         .find_map(|line| line.strip_prefix("pyzmq=="))
         .unwrap();
     let name = format!("pyzmq-{}", version.trim_end_matches(['\\', ' ']));
-    let dir = installed::target_dir().unwrap();
-    let python = installed::once(&dir, &name, "bin/python3-zmq", |scratch| {
+    let dir = target_dir().unwrap();
+    let python = install_once(&dir, &name, "bin/python3-zmq", |scratch| {
         let packages = scratch.join("packages");
-        pypi::install(pypi::Wanted::Hashed(&requirements), scratch, &packages)?;
+        pypi::install(PypiPackages::Hashed(&requirements), scratch, &packages)?;
         let program = packages.join("bin/python3-zmq");
         fs::create_dir_all(packages.join("bin"))?;
         fs::write(

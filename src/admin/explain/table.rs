@@ -1,18 +1,20 @@
-//! An explanation as text: per phase one table of what the worker ranks hold and do, and one of what they cost, each with
-//! a rank per row and the winner first, so that a wide fleet is a long table and not a wide one.
+//! Plain-text form of an explanation. Each phase has one table of state and one of costs, with one
+//! worker rank per row and the winner first. A large fleet makes the tables long, not wide.
 
 use std::cmp::Ordering;
 use std::fmt::Write as _;
 
-use crate::router::{ComputedBy, Explanation, Judged, PhaseExplained};
-use crate::schedule::Weights;
-use crate::worker::Role;
+use warmroute_core::policy::Weights;
+use warmroute_core::router::{
+    ComputingRank, PhaseExplanation, RouteExplanation, WorkerExplanation,
+};
+use warmroute_core::worker::WorkerRole;
 
-/// Between two columns.
-const GAP: &str = "  ";
+/// Separator between columns.
+const COLUMN_GAP: &str = "  ";
 
-/// Headings of the first table, in two lines.
-const STATE: [[&str; 2]; 13] = [
+/// Two-line headings of the state table.
+const STATE_HEADINGS: [[&str; 2]; 13] = [
     ["", "worker"],
     ["", "endpoint"],
     ["", "role"],
@@ -28,8 +30,8 @@ const STATE: [[&str; 2]; 13] = [
     ["", "with this"],
 ];
 
-/// Headings of the second table.
-const COSTS: [[&str; 2]; 14] = [
+/// Two-line headings of the cost table.
+const COST_HEADINGS: [[&str; 2]; 14] = [
     ["", "worker"],
     ["prefill", "blocks"],
     ["credit:", "device"],
@@ -46,33 +48,33 @@ const COSTS: [[&str; 2]; 14] = [
     ["", "verdict"],
 ];
 
-/// The explanation for people.
-pub fn render(explanation: &Explanation) -> String {
-    let mut text = heading(explanation);
+/// Renders an explanation as text.
+pub fn render(explanation: &RouteExplanation) -> String {
+    let mut text = format_heading(explanation);
     for phase in &explanation.phases {
-        let mut rows: Vec<&Judged> = phase.judged.iter().collect();
-        rows.sort_by(|a, b| order(phase, a, b));
-        _ = writeln!(text, "\n{}", title(phase));
-        table(
+        let mut rows: Vec<&WorkerExplanation> = phase.workers.iter().collect();
+        rows.sort_by(|a, b| compare_workers(phase, a, b));
+        _ = writeln!(text, "\n{}", phase_title(phase));
+        write_table(
             &mut text,
-            &STATE,
+            &STATE_HEADINGS,
             3,
-            rows.iter().map(|judged| state(judged)).collect(),
+            rows.iter().map(|judged| state_row(judged)).collect(),
         );
         text.push('\n');
-        table(
+        write_table(
             &mut text,
-            &COSTS,
+            &COST_HEADINGS,
             1,
-            rows.iter().map(|judged| costs(phase, judged)).collect(),
+            rows.iter().map(|judged| cost_row(phase, judged)).collect(),
         );
     }
     _ = writeln!(text, "\n{}", explanation.sentence);
     text
 }
 
-fn heading(explanation: &Explanation) -> String {
-    let Explanation {
+fn format_heading(explanation: &RouteExplanation) -> String {
+    let RouteExplanation {
         model,
         prompt_tokens,
         prompt_blocks,
@@ -80,10 +82,12 @@ fn heading(explanation: &Explanation) -> String {
         ..
     } = explanation;
     let model = model.as_ref().map_or("any model", |model| model.as_str());
-    let asked = explanation
+    let requested = explanation
         .requested_model
         .as_ref()
-        .map_or(String::new(), |asked| format!(" (rewritten from {asked})"));
+        .map_or(String::new(), |requested| {
+            format!(" (rewritten from {requested})")
+        });
     let of = block_size.map_or(String::new(), |size| {
         format!(" of {} tokens", size.tokens())
     });
@@ -94,7 +98,7 @@ fn heading(explanation: &Explanation) -> String {
     let cached = explanation
         .computed_by
         .map_or(String::new(), |computed_by| {
-            prediction(explanation, computed_by)
+            format_prediction(explanation, computed_by)
         });
     let busy = if explanation.busy {
         ", after waiting"
@@ -106,20 +110,21 @@ fn heading(explanation: &Explanation) -> String {
         .as_ref()
         .map_or(String::new(), |class| format!(", class {class}"));
     format!(
-        "route    {mode}{reason}{busy}{class}\nprompt   {model}{asked}, {prompt_tokens} tokens, {prompt_blocks} complete blocks{of}\n\
+        "route    {mode}{reason}{busy}{class}\nprompt   {model}{requested}, {prompt_tokens} \
+        tokens, {prompt_blocks} complete blocks{of}\n\
          {cached}weights  {}\n",
-        weights(&explanation.weights)
+        format_weights(&explanation.weights)
     )
 }
 
-/// The predicted cached tokens, with the worker rank that they describe.
-fn prediction(explanation: &Explanation, computed_by: ComputedBy) -> String {
-    let ComputedBy {
+/// Formats the predicted cached tokens with the worker rank that computes the prompt.
+fn format_prediction(explanation: &RouteExplanation, computed_by: ComputingRank) -> String {
+    let ComputingRank {
         rank,
         cached_tokens,
         ..
     } = computed_by;
-    let mut judged = explanation.phases.iter().flat_map(|phase| &phase.judged);
+    let mut judged = explanation.phases.iter().flat_map(|phase| &phase.workers);
     let role = judged
         .find(|judged| judged.rank == rank)
         .map_or(String::new(), |judged| format!(" ({})", judged.role));
@@ -128,7 +133,7 @@ fn prediction(explanation: &Explanation, computed_by: ComputedBy) -> String {
     )
 }
 
-fn weights(weights: &Weights) -> String {
+fn format_weights(weights: &Weights) -> String {
     format!(
         "device {}, host {}, disk {}, shared {}, decay {}; prefill {}, request {}; temperature {}",
         weights.overlap_score_credit,
@@ -142,15 +147,15 @@ fn weights(weights: &Weights) -> String {
     )
 }
 
-fn title(phase: &PhaseExplained) -> String {
+fn phase_title(phase: &PhaseExplanation) -> String {
     let name = match phase.role {
-        Role::Aggregated => "prefill and decode",
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
+        WorkerRole::Aggregated => "prefill and decode",
+        WorkerRole::Prefill => "prefill",
+        WorkerRole::Decode => "decode",
     };
-    let all = phase.judged.len();
+    let all = phase.workers.len();
     let candidates = phase
-        .judged
+        .workers
         .iter()
         .filter(|judged| judged.excluded.is_none())
         .count();
@@ -163,27 +168,31 @@ fn title(phase: &PhaseExplained) -> String {
             );
         }
         (Some(winner), ..) => _ = write!(text, "; winner {winner}"),
-        (None, ..) => text.push_str("; nobody is chosen"),
+        (None, ..) => text.push_str("; no worker is chosen"),
     }
-    if phase.winner.is_some() && !phase.taken {
+    if phase.winner.is_some() && !phase.used {
         text.push_str("; not taken");
     }
     text
 }
 
-/// The winner, then the others by their cost, then those without one.
-fn order(phase: &PhaseExplained, a: &Judged, b: &Judged) -> Ordering {
-    let wins = |judged: &Judged| Some(judged.rank) == phase.winner;
-    let total = |judged: &Judged| judged.cost.map_or(f64::INFINITY, |cost| cost.total);
-    let excluded = |judged: &Judged| judged.excluded.is_some();
+/// Orders the winner first, then the candidates by cost, then the excluded workers.
+fn compare_workers(
+    phase: &PhaseExplanation,
+    a: &WorkerExplanation,
+    b: &WorkerExplanation,
+) -> Ordering {
+    let wins = |judged: &WorkerExplanation| Some(judged.rank) == phase.winner;
+    let total = |judged: &WorkerExplanation| judged.cost.map_or(f64::INFINITY, |cost| cost.total);
+    let excluded = |judged: &WorkerExplanation| judged.excluded.is_some();
     let by_group = (wins(b), excluded(a)).cmp(&(wins(a), excluded(b)));
     by_group
         .then(total(a).total_cmp(&total(b)))
         .then(a.rank.cmp(&b.rank))
 }
 
-fn state(judged: &Judged) -> Vec<String> {
-    let Judged {
+fn state_row(judged: &WorkerExplanation) -> Vec<String> {
+    let WorkerExplanation {
         rank,
         endpoint,
         role,
@@ -208,7 +217,7 @@ fn state(judged: &Judged) -> Vec<String> {
     ]
 }
 
-fn costs(phase: &PhaseExplained, judged: &Judged) -> Vec<String> {
+fn cost_row(phase: &PhaseExplanation, judged: &WorkerExplanation) -> Vec<String> {
     let terms = judged.cost.map(|cost| {
         [
             cost.prefill_blocks,
@@ -217,7 +226,7 @@ fn costs(phase: &PhaseExplained, judged: &Judged) -> Vec<String> {
             cost.disk_credit,
             cost.shared_credit,
             cost.credit_decay,
-            cost.trust_credit,
+            cost.freshness_credit,
             cost.prefill_cost,
             cost.decode_cost,
             cost.request_cost,
@@ -241,9 +250,9 @@ fn costs(phase: &PhaseExplained, judged: &Judged) -> Vec<String> {
         .collect()
 }
 
-/// Writes columns as wide as they have to be; the first `left` and a last one of words begin at their left edge, numbers
-/// end at their right one.
-fn table<const N: usize>(
+/// Writes a table with aligned columns. The first `left` columns and the column `verdict` are
+/// left-aligned, numbers are right-aligned.
+fn write_table<const N: usize>(
     text: &mut String,
     headings: &[[&str; 2]; N],
     left: usize,
@@ -265,17 +274,20 @@ fn table<const N: usize>(
     };
     let widths: Vec<usize> = (0..N).map(width).collect();
     for line in &lines {
-        let words = |column: usize| column < left || headings[column][1] == "verdict";
-        let cells =
-            line.iter()
-                .zip(&widths)
-                .enumerate()
-                .map(|(column, (cell, width))| match words(column) {
-                    true => format!("{cell:<width$}"),
-                    false => format!("{cell:>width$}"),
-                });
+        let is_text = |column: usize| column < left || headings[column][1] == "verdict";
+        let cells = line
+            .iter()
+            .zip(&widths)
+            .enumerate()
+            .map(|(column, (cell, width))| {
+                if is_text(column) {
+                    format!("{cell:<width$}")
+                } else {
+                    format!("{cell:>width$}")
+                }
+            });
         let row: Vec<String> = cells.collect();
-        _ = writeln!(text, "{}", row.join(GAP).trim_end());
+        _ = writeln!(text, "{}", row.join(COLUMN_GAP).trim_end());
     }
 }
 

@@ -2,34 +2,35 @@ use std::path::Path;
 
 use reqwest::Method;
 use serde_json::Value;
+use warmroute_metrics::Metrics;
+use warmroute_runtime::lifecycle::Readiness;
 
 use super::*;
-use crate::admin::routes;
-use crate::app::Offline;
-use crate::audit::Audit;
+use crate::admin::admin_routes;
 use crate::config::Config;
-use crate::entrance::{Entrance, SessionWord};
-use crate::lifecycle::Readiness;
-use crate::metrics::Metrics;
+use crate::dispatch::audit::CacheAudit;
+use crate::dispatch::{Dispatcher, RequestSession};
+use crate::server::OfflineRouter;
 
-/// Without a tokenizer: trusted clients may bring the tokens.
+/// Without a tokenizer: trusted clients may send the tokens.
 const CONFIG: &str = "
-clients: {trusted: true}
+requests: {clients: {trusted: true}}
 models: [{name: m, block_size: 4}]
-rewrites: {rules: [{models: [old], to: [{model: m}]}]}
+routing: {model_rewrites: {rules: [{models: [old], targets: [{model: m}]}]}}
 sessions: {headers: [x-session-id], affinity: hard}
 workers:
-- {id: 1, endpoint: '127.0.0.1:8001'}
-- {id: 2, endpoint: '127.0.0.1:8002'}
+  list:
+  - {id: 1, endpoint: '127.0.0.1:8001'}
+  - {id: 2, endpoint: '127.0.0.1:8002'}
 ";
 const LIMIT: usize = 200;
 /// A completion of nine tokens.
 const EXACT: &str = r#"{"model":"m","prompt":"x","nvext":{"token_data":[1,2,3,4,5,6,7,8,9]}}"#;
 
-/// The pages on a port of their own.
+/// Serves the pages on a separate port.
 struct Pages {
     url: String,
-    entrance: Arc<Entrance>,
+    dispatcher: Arc<Dispatcher>,
     server: tokio::task::JoinHandle<()>,
 }
 
@@ -42,31 +43,34 @@ impl Drop for Pages {
 impl Pages {
     async fn serve(loaded: bool) -> Self {
         let config = Config::parse(Path::new("warmroute.yaml"), CONFIG.as_bytes()).unwrap();
-        let Offline { intake, entrance } = Offline::new(&config).await.unwrap();
-        let way_in = WayIn::new(LIMIT);
+        let OfflineRouter {
+            preprocessor,
+            dispatcher,
+        } = OfflineRouter::new(&config).await.unwrap();
+        let explain = ExplainContext::new(LIMIT);
         if loaded {
-            way_in.intake.store(Some(intake));
+            explain.preprocessor.store(Some(preprocessor));
         }
         let metrics = Arc::new(Metrics::new());
-        let admin = Admin {
-            entrance: entrance.clone(),
-            audit: Audit::new(entrance.router().clone(), metrics.clone()),
+        let admin = AdminState {
+            dispatcher: dispatcher.clone(),
+            audit: CacheAudit::new(dispatcher.router().clone(), metrics.clone()),
             metrics,
             readiness: Readiness::default(),
             config: Arc::default(),
-            way_in,
+            explain,
             envoys: Arc::new(|| serde_json::Value::Null),
             cluster: Arc::new(|| serde_json::Value::Null),
             replicas: Arc::new(|| serde_json::Value::Null),
             remote_index: Arc::new(|| serde_json::Value::Null),
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}{PAGE}", listener.local_addr().unwrap());
+        let url = format!("http://{}{EXPLAIN_PATH}", listener.local_addr().unwrap());
         let server =
-            tokio::spawn(async move { axum::serve(listener, routes(admin)).await.unwrap() });
+            tokio::spawn(async move { axum::serve(listener, admin_routes(admin)).await.unwrap() });
         Self {
             url,
-            entrance,
+            dispatcher,
             server,
         }
     }
@@ -77,7 +81,9 @@ impl Pages {
         accept: &str,
         question: impl Into<reqwest::Body>,
     ) -> (u16, String) {
-        let client = crate::tls::client().build().unwrap();
+        let client = warmroute_runtime::tls::http_client_builder()
+            .build()
+            .unwrap();
         let request = client
             .request(method, &self.url)
             .header("accept", accept)
@@ -94,13 +100,18 @@ impl Pages {
 }
 
 #[tokio::test]
-async fn what_is_no_question_is_refused_with_a_sentence() {
+async fn invalid_explain_request_is_rejected_with_message() {
     let pages = Pages::serve(true).await;
     let long = format!("{{\"body\":\"{}\"}}", "x".repeat(LIMIT * 6 + (1 << 20)));
     let cases = [
-        (Method::POST, "[", 400, "no question of the form"),
-        (Method::POST, "", 400, "no question of the form"),
-        (Method::POST, "\u{0}\u{1}", 400, "no question of the form"),
+        (Method::POST, "[", 400, "expected an object of the form"),
+        (Method::POST, "", 400, "expected an object of the form"),
+        (
+            Method::POST,
+            "\u{0}\u{1}",
+            400,
+            "expected an object of the form",
+        ),
         (
             Method::POST,
             r#"{"boddy": {}}"#,
@@ -112,7 +123,7 @@ async fn what_is_no_question_is_refused_with_a_sentence() {
             Method::POST,
             r#"{"body": "\ud800"}"#,
             400,
-            "the body is no text",
+            "invalid body string",
         ),
         (Method::POST, &long, 413, ""),
         (Method::GET, "", 405, ""),
@@ -154,15 +165,15 @@ async fn rewrites_are_applied_as_for_requests() {
 }
 
 #[tokio::test]
-async fn pool_argument_confines_the_choice() {
+async fn pool_argument_limits_the_workers() {
     let pages = Pages::serve(true).await;
     let explained = pages.ask(&json!({ "body": EXACT, "pool": "p" })).await;
-    let judged = &explained["phases"][0]["judged"];
+    let judged = &explained["phases"][0]["workers"];
     assert_eq!(judged[0]["excluded"], "is not of the pool `p`", "{judged}");
 }
 
 #[tokio::test]
-async fn before_the_tokenizers_are_there_the_answer_is_503_and_says_so() {
+async fn explain_before_tokenizers_load_returns_503() {
     let (status, answer) = Pages::serve(false)
         .await
         .send(Method::POST, "*/*", "{}")
@@ -171,12 +182,12 @@ async fn before_the_tokenizers_are_there_the_answer_is_503_and_says_so() {
     let answer: Value = serde_json::from_str(&answer).unwrap();
     assert_eq!(
         answer["error"],
-        "the tokenizers are still being loaded; /readyz says when they are there"
+        "the tokenizers are still loading; see /readyz"
     );
 }
 
 #[tokio::test]
-async fn a_body_is_the_same_as_text_as_json_and_as_bytes() {
+async fn body_forms_are_equivalent() {
     let pages = Pages::serve(true).await;
     let exact: Value = serde_json::from_str(EXACT).unwrap();
     let explained = pages.ask(&json!({ "body": exact })).await;
@@ -188,7 +199,7 @@ async fn a_body_is_the_same_as_text_as_json_and_as_bytes() {
         explained["mode"], "approximate",
         "these workers have no events"
     );
-    let judged = explained["phases"][0]["judged"].as_array().unwrap();
+    let judged = explained["phases"][0]["workers"].as_array().unwrap();
     assert_eq!(judged.len(), 2);
     assert!(
         judged.iter().all(|judged| judged["cost"]["total"] == 20.0),
@@ -199,14 +210,14 @@ async fn a_body_is_the_same_as_text_as_json_and_as_bytes() {
         pages.ask(&json!({ "bytes": EXACT.as_bytes() })).await,
         explained
     );
-    let question = Question::new(None, BTreeMap::new(), EXACT.into()).unwrap();
+    let question = ExplainRequest::new(None, BTreeMap::new(), EXACT.into()).unwrap();
     assert_eq!(
         pages.ask(&json!(question)).await,
         explained,
         "as the command asks"
     );
 
-    let load = pages.entrance.router().load().snapshot();
+    let load = pages.dispatcher.router().load().snapshot();
     assert!(
         load.iter().all(|load| load.active_requests == 0),
         "nothing is booked: {load:?}"
@@ -214,14 +225,14 @@ async fn a_body_is_the_same_as_text_as_json_and_as_bytes() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_read_goes_by_load_and_says_why() {
+async fn unreadable_body_is_explained_as_load_only() {
     let pages = Pages::serve(true).await;
-    let binary = Question::new(None, BTreeMap::new(), vec![0xff, b'{', b'}', 0xfe]).unwrap();
+    let binary = ExplainRequest::new(None, BTreeMap::new(), vec![0xff, b'{', b'}', 0xfe]).unwrap();
     assert!(binary.bytes.is_some());
     let cases = [
         (
             json!({"body": {"model": "unheard-of", "messages": []}}),
-            "unreadable",
+            "unparseable",
         ),
         (
             json!({"body": {"model": "unheard-of", "prompt": "x"}}),
@@ -231,9 +242,9 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
             json!({"body": {"model": "m", "prompt": "x"}}),
             "no_tokenizer",
         ),
-        (json!({"body": "hello"}), "unreadable"),
-        (json!({"body": [1]}), "unreadable"),
-        (json!(binary), "unreadable"),
+        (json!({"body": "hello"}), "unparseable"),
+        (json!({"body": [1]}), "unparseable"),
+        (json!(binary), "unparseable"),
         (json!({}), "no_body"),
         (json!({"body": null}), "no_body"),
         (json!({"body": ""}), "no_body"),
@@ -241,7 +252,7 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
         (json!({"path": "/tokenize", "body": EXACT}), "not_inference"),
         (
             json!({"path": "/v1/chat/completions", "body": EXACT}),
-            "unreadable",
+            "unparseable",
         ),
     ];
     for (question, reason) in cases {
@@ -252,7 +263,7 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
             "{question}"
         );
         assert_eq!(
-            explained["phases"][0]["judged"].as_array().unwrap().len(),
+            explained["phases"][0]["workers"].as_array().unwrap().len(),
             2,
             "{question}"
         );
@@ -265,58 +276,15 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
 }
 
 #[tokio::test]
-async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
+async fn header_pins_the_explained_worker() {
     let pages = Pages::serve(true).await;
     let pinned = pages
         .ask(&json!({"body": EXACT, "headers": {"X-Worker-Instance-Id": "2"}}))
         .await;
     assert_eq!(pinned["phases"][0]["winner"]["worker"], "2");
     assert_eq!(
-        pinned["phases"][0]["judged"][0]["excluded"],
+        pinned["phases"][0]["workers"][0]["excluded"],
         "the request is pinned to another worker"
-    );
-
-    let intake_question = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
-    let word = SessionWord {
-        id: "s".into(),
-        ..SessionWord::default()
-    };
-    let prompt = crate::router::Prompt::Estimated {
-        tokens: 9,
-        because: crate::router::Reason::NoTokenizer,
-    };
-    let request = crate::router::RouteRequest::new(None, prompt);
-    drop(
-        pages
-            .entrance
-            .admit(request.clone(), Some(&word), |_| {})
-            .await
-            .unwrap(),
-    );
-    let bound = pages
-        .entrance
-        .admit(request, Some(&word), |_| {})
-        .await
-        .unwrap()
-        .booked
-        .route
-        .to
-        .rank
-        .worker
-        .0;
-    let explained = pages.ask(&intake_question).await;
-    assert_eq!(
-        explained["phases"][0]["winner"]["worker"],
-        bound.to_string()
-    );
-    let other = explained["phases"][0]["judged"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|judged| judged["cost"].is_null());
-    assert_eq!(
-        other.unwrap()["excluded"],
-        "the session is bound to another worker rank"
     );
 
     let (status, table) = pages
@@ -336,20 +304,68 @@ async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
 }
 
 #[tokio::test]
-async fn a_few_questions_are_answered_at_once_and_others_told_to_come_again() {
+async fn session_of_header_is_explained() {
+    let pages = Pages::serve(true).await;
+    let question = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
+    let session = RequestSession {
+        id: "s".into(),
+        ..RequestSession::default()
+    };
+    let prompt = warmroute_core::router::RoutePrompt::Estimated {
+        tokens: 9,
+        because: warmroute_core::router::Reason::NoTokenizer,
+    };
+    let request = warmroute_core::router::RouteRequest::new(None, prompt);
+    drop(
+        pages
+            .dispatcher
+            .dispatch(request.clone(), Some(&session), |_| {})
+            .await
+            .unwrap(),
+    );
+    let bound = pages
+        .dispatcher
+        .dispatch(request, Some(&session), |_| {})
+        .await
+        .unwrap()
+        .placement
+        .route
+        .to
+        .rank
+        .worker
+        .0;
+    let explained = pages.ask(&question).await;
+    assert_eq!(
+        explained["phases"][0]["winner"]["worker"],
+        bound.to_string()
+    );
+    let other = explained["phases"][0]["workers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|judged| judged["cost"].is_null());
+    assert_eq!(
+        other.unwrap()["excluded"],
+        "the session is bound to another worker rank"
+    );
+}
+
+#[tokio::test]
+async fn concurrent_explain_requests_are_limited() {
     use tokio::io::AsyncWriteExt as _;
     let pages = Pages::serve(true).await;
     let address = pages
         .url
         .trim_start_matches("http://")
-        .trim_end_matches(PAGE)
+        .trim_end_matches(EXPLAIN_PATH)
         .to_owned();
     let mut slow = Vec::new();
-    for _ in 0..AT_ONCE {
-        let mut asker = tokio::net::TcpStream::connect(&address).await.unwrap();
-        let begun = format!("POST {PAGE} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{");
-        asker.write_all(begun.as_bytes()).await.unwrap();
-        slow.push(asker);
+    for _ in 0..MAX_CONCURRENT {
+        let mut index_client = tokio::net::TcpStream::connect(&address).await.unwrap();
+        let begun =
+            format!("POST {EXPLAIN_PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{");
+        index_client.write_all(begun.as_bytes()).await.unwrap();
+        slow.push(index_client);
     }
     let until = async |expected: u16| {
         let reached = async {

@@ -3,15 +3,15 @@ use std::time::{Duration, Instant};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_core::block::{BlockHashes, LocalHash};
+use warmroute_core::fleet::Fleet;
+use warmroute_core::index::PrefixIndex;
+use warmroute_core::load::ledger::LedgerError;
+use warmroute_core::router::{ExternalRouteOptions, RoutePrompt, RouteRequest, RouterSettings};
+use warmroute_core::sessions::{SessionEntry, SessionName, SessionRules, SessionStore};
+use warmroute_core::worker::{BlockSize, DpRank, Worker, WorkerId};
 
 use super::*;
-use crate::block::{BlockHashes, LocalHash};
-use crate::fleet::Fleet;
-use crate::index::PrefixIndex;
-use crate::load::ledger::Refused;
-use crate::router::{Elsewhere, Prompt, RouteRequest, RouterSettings};
-use crate::sessions::{Entry, SessionName, SessionRules, Sessions};
-use crate::worker::{BlockSize, DpRank, Worker, WorkerId};
 
 const SILENCE: Duration = Duration::from_secs(300);
 
@@ -24,11 +24,11 @@ fn worker(id: u64) -> Worker {
     )
 }
 
-/// A router with three workers, sessions, and bookings, all by one clock.
+/// A router with three workers, sessions and bookings that share one clock.
 struct Scene {
     router: Router,
-    sessions: Arc<Sessions>,
-    bookings: Bookings,
+    sessions: Arc<SessionStore>,
+    bookings: BookingTable,
     clock: Arc<Mutex<Instant>>,
 }
 
@@ -44,27 +44,27 @@ impl Scene {
         change
             .added
             .iter()
-            .for_each(|member| load.open(member.slot, member.rank));
+            .for_each(|member| load.open_slot(member.slot, member.rank));
         let router = Router::new(
             PrefixIndex::new(),
             load.clone(),
             RouterSettings::default(),
             1,
         );
-        router.publish(Arc::new(change.fleet));
-        let bookings = Bookings::new(
+        router.set_fleet(Arc::new(change.fleet));
+        let bookings = BookingTable::new(
             load,
-            Rules {
-                silence: SILENCE,
-                most: 4,
-                ended: 64,
-                ..Rules::default()
+            LedgerRules {
+                idle_timeout: SILENCE,
+                max_bookings: 4,
+                max_ended: 64,
+                ..LedgerRules::default()
             },
             Arc::new(Metrics::new()),
         );
         Self {
             router,
-            sessions: Sessions::new(SessionRules::default(), now()),
+            sessions: SessionStore::new(SessionRules::default(), now()),
             bookings,
             clock,
         }
@@ -72,11 +72,11 @@ impl Scene {
 
     fn request(length: usize) -> RouteRequest {
         let locals = (0..length as u64).map(LocalHash).collect();
-        let hashes = BlockHashes::chain(length * 4 + 1, BlockSize::new(4).unwrap(), locals);
-        RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes]))
+        let hashes = BlockHashes::from_locals(length * 4 + 1, BlockSize::new(4).unwrap(), locals);
+        RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![hashes]))
     }
 
-    fn admitted(&self, length: usize) -> Admitted {
+    fn admitted(&self, length: usize) -> ActiveRequest {
         let booked = self.router.route(Self::request(length)).unwrap();
         let session = match self.sessions.enter(SessionName {
             id: "s",
@@ -84,37 +84,38 @@ impl Scene {
             model: None,
             tenant: None,
         }) {
-            Ok(Entry::Bound(hold)) => Some(hold),
-            Ok(Entry::First(binding)) => Some(binding.bind(booked.route.to.rank)),
+            Ok(SessionEntry::Bound(hold)) => Some(hold),
+            Ok(SessionEntry::First(binding)) => Some(binding.bind(booked.route.to.rank)),
             _ => None,
         };
-        Admitted {
+        ActiveRequest {
             session,
-            ..Admitted::new(booked)
+            ..ActiveRequest::new(booked)
         }
     }
 
-    /// Routes, unless the attempt has been routed before.
-    fn route(&self, attempt: Attempt<'_>, length: usize) -> Result<bool, Fault> {
-        if self.bookings.again(attempt)?.is_some() {
+    /// Routes a request unless its attempt has a route.
+    fn route(&self, attempt: RequestAttempt<'_>, length: usize) -> Result<bool, ApiError> {
+        if self.bookings.find_route(attempt)?.is_some() {
             return Ok(false);
         }
-        let kept = self.bookings.keep(attempt, self.admitted(length))?;
-        Ok(matches!(kept, Kept::Now(_)))
+        let kept = self.bookings.store(attempt, self.admitted(length))?;
+        Ok(matches!(kept, BookOutcome::New(_)))
     }
 
-    fn add(&self, attempt: Attempt<'_>, worker: u64) -> Result<bool, Fault> {
+    fn add(&self, attempt: RequestAttempt<'_>, worker: u64) -> Result<bool, ApiError> {
         let rank = WorkerRank {
             worker: WorkerId(worker),
             rank: DpRank(0),
         };
         let foreign = self
             .router
-            .foreign(Self::request(2), rank, Elsewhere::default())
+            .prepare_external(Self::request(2), rank, ExternalRouteOptions::default())
             .unwrap();
         Ok(matches!(
-            self.bookings.add(attempt, &foreign, &self.router)?,
-            Kept::Now(_)
+            self.bookings
+                .add_external(attempt, &foreign, &self.router)?,
+            BookOutcome::New(_)
         ))
     }
 
@@ -122,19 +123,19 @@ impl Scene {
         *self.clock.lock() += by;
     }
 
-    fn mark(&self, attempt: Attempt<'_>) -> Result<Change, Fault> {
+    fn mark(&self, attempt: RequestAttempt<'_>) -> Result<LedgerChange, ApiError> {
         self.bookings.mark_prefill_completed(attempt, &self.router)
     }
 
-    fn free(&self, attempt: Attempt<'_>) -> Change {
+    fn free(&self, attempt: RequestAttempt<'_>) -> LedgerChange {
         self.bookings.free(attempt, None, &self.router)
     }
 
-    /// Live requests by the load, by the ledger, and by the sessions.
+    /// Active requests according to the load, the ledger and the sessions.
     fn counts(&self) -> (u64, usize, usize) {
         let counts = self.bookings.state.lock().ledger.counts();
         assert_eq!(
-            self.bookings.metrics.api_bookings.get(),
+            self.bookings.metrics.api.bookings.get(),
             counts.bookings as i64
         );
         let requests = self
@@ -148,16 +149,16 @@ impl Scene {
     }
 }
 
-fn attempt(request: &str, number: u64) -> Attempt<'_> {
-    Attempt { request, number }
+fn attempt(request: &str, number: u64) -> RequestAttempt<'_> {
+    RequestAttempt { request, number }
 }
 
 #[test]
-fn what_is_kept_goes_with_its_booking_whatever_ends_it() {
+fn guards_are_dropped_with_their_booking() {
     let scene = Scene::new();
     let ends: [(&str, &dyn Fn()); 3] = [
         ("freed", &|| {
-            assert_eq!(scene.free(attempt("a", 0)), Change::Applied)
+            assert_eq!(scene.free(attempt("a", 0)), LedgerChange::Applied)
         }),
         ("silent", &|| {
             scene.advance(SILENCE + Duration::from_millis(1));
@@ -168,7 +169,7 @@ fn what_is_kept_goes_with_its_booking_whatever_ends_it() {
                 .router
                 .fleet()
                 .members()
-                .for_each(|member| scene.router.load().close(member.slot));
+                .for_each(|member| scene.router.load().close_slot(member.slot));
             assert_eq!(scene.bookings.expire(), 0);
         }),
     ];
@@ -181,14 +182,16 @@ fn what_is_kept_goes_with_its_booking_whatever_ends_it() {
 }
 
 #[test]
-fn who_books_twice_at_once_is_booked_once() {
+fn concurrent_bookings_of_one_attempt_count_once() {
     let scene = Scene::new();
-    // Both looked before either had been let in.
-    let (first, second) = (scene.admitted(3), scene.admitted(3));
-    let Kept::Now(route) = scene.bookings.keep(attempt("a", 0), first).unwrap() else {
+    // Both checked before either was admitted.
+    let first = scene.admitted(3);
+    let second = scene.admitted(3);
+    let BookOutcome::New(route) = scene.bookings.store(attempt("a", 0), first).unwrap() else {
         panic!("not booked")
     };
-    let Kept::Before(again) = scene.bookings.keep(attempt("a", 0), second).unwrap() else {
+    let BookOutcome::Existing(again) = scene.bookings.store(attempt("a", 0), second).unwrap()
+    else {
         panic!("booked twice")
     };
     assert!(Arc::ptr_eq(&route, &again));
@@ -196,96 +199,118 @@ fn who_books_twice_at_once_is_booked_once() {
 }
 
 #[test]
-fn a_later_attempt_takes_the_place_of_an_earlier_one() {
+fn later_attempt_replaces_earlier_one() {
     let scene = Scene::new();
     assert!(scene.route(attempt("a", 1), 3).unwrap());
-    assert!(scene.bookings.again(attempt("a", 2)).unwrap().is_none());
+    assert!(
+        scene
+            .bookings
+            .find_route(attempt("a", 2))
+            .unwrap()
+            .is_none()
+    );
     assert_eq!(scene.counts(), (0, 0, 0), "it would wait for itself");
     assert!(
         !scene.route(attempt("a", 1), 3).unwrap(),
         "the earlier one again, late"
     );
     assert!(scene.route(attempt("a", 2), 3).unwrap());
-    let refused = Fault::Booking(Refused::Booked { attempt: 2 });
-    assert_eq!(scene.bookings.again(attempt("a", 1)).unwrap_err(), refused);
+    let refused = ApiError::Booking(LedgerError::AlreadyBooked { attempt: 2 });
+    assert_eq!(
+        scene.bookings.find_route(attempt("a", 1)).unwrap_err(),
+        refused
+    );
     let admitted = scene.admitted(3);
     assert_eq!(
-        scene.bookings.keep(attempt("a", 1), admitted).unwrap_err(),
+        scene.bookings.store(attempt("a", 1), admitted).unwrap_err(),
         refused
     );
     assert_eq!(
         scene.free(attempt("a", 1)),
-        Change::None,
+        LedgerChange::Unchanged,
         "a late word about the earlier one"
     );
     assert_eq!(scene.counts(), (1, 1, 1));
 }
 
 #[test]
-fn what_has_ended_gets_the_same_answer_and_is_not_booked_again() {
+fn ended_attempt_repeats_its_result_unbooked() {
     let scene = Scene::new();
     let name = attempt("a", 0);
     let admitted = scene.admitted(3);
-    let Kept::Now(route) = scene.bookings.keep(name, admitted).unwrap() else {
+    let BookOutcome::New(route) = scene.bookings.store(name, admitted).unwrap() else {
         panic!("not booked")
     };
-    assert_eq!(scene.free(name), Change::Applied);
+    assert_eq!(scene.free(name), LedgerChange::Applied);
     assert!(Arc::ptr_eq(
-        &scene.bookings.again(name).unwrap().unwrap(),
+        &scene.bookings.find_route(name).unwrap().unwrap(),
         &route
     ));
     assert_eq!(
         (scene.mark(name).unwrap(), scene.free(name)),
-        (Change::None, Change::None)
+        (LedgerChange::Unchanged, LedgerChange::Unchanged)
     );
     assert!(scene.add(attempt("b", 0), 1).unwrap());
-    assert_eq!(scene.free(attempt("b", 0)), Change::Applied);
+    assert_eq!(scene.free(attempt("b", 0)), LedgerChange::Applied);
     assert!(!scene.add(attempt("b", 0), 1).unwrap());
     assert_eq!(scene.counts(), (0, 0, 0));
 }
 
 #[test]
-fn a_full_ledger_lets_nobody_wait() {
+fn full_ledger_rejects_before_queueing() {
     let scene = Scene::new();
-    let full = Fault::Booking(Refused::Full { most: 4 });
+    let full = ApiError::Booking(LedgerError::Full { most: 4 });
     for id in ["a", "b", "c", "d"] {
         assert!(scene.route(attempt(id, 0), 1).unwrap());
     }
-    assert_eq!(scene.bookings.again(attempt("e", 0)).unwrap_err(), full);
-    assert!(scene.bookings.again(attempt("a", 0)).unwrap().is_some());
+    assert_eq!(
+        scene.bookings.find_route(attempt("e", 0)).unwrap_err(),
+        full
+    );
+    assert!(
+        scene
+            .bookings
+            .find_route(attempt("a", 0))
+            .unwrap()
+            .is_some()
+    );
     assert!(scene.route(attempt("a", 1), 1).unwrap());
 }
 
 #[test]
-fn callers_tell_whether_workers_answer() {
+fn callers_report_worker_health() {
     let scene = Scene::new();
     let all = [0, 1, 2].map(WorkerId);
     let all_out = || {
-        (0..3).for_each(|_| drop(scene.router.heard(&all, Vec::new(), 500)));
-        assert_eq!(scene.router.out().len(), 3);
+        (0..3).for_each(|_| drop(scene.router.report_status(&all, Vec::new(), 500)));
+        assert_eq!(scene.router.ejected_workers().len(), 3);
         scene.advance(Duration::from_secs(100));
     };
     all_out();
     assert!(scene.route(attempt("a", 0), 3).unwrap());
-    assert_eq!(scene.mark(attempt("a", 0)), Ok(Change::Applied));
-    assert_eq!(scene.router.out().len(), 2, "who has a first token answers");
+    assert_eq!(scene.mark(attempt("a", 0)), Ok(LedgerChange::Applied));
+    assert_eq!(
+        scene.router.ejected_workers().len(),
+        2,
+        "a first token means healthy"
+    );
     all_out();
     assert!(scene.route(attempt("b", 0), 3).unwrap());
     assert_eq!(
         scene
             .bookings
             .free(attempt("b", 0), Some(404), &scene.router),
-        Change::Applied
+        LedgerChange::Applied
     );
     assert_eq!(
-        scene.router.out().len(),
+        scene.router.ejected_workers().len(),
         3,
         "a refused request is no evidence of health"
     );
 }
 
 #[test]
-fn a_booking_by_the_other_call_is_no_answer() {
+fn booking_by_add_request_has_no_route() {
     let scene = Scene::new();
     assert!(scene.add(attempt("a", 0), 1).unwrap());
     assert!(
@@ -296,14 +321,14 @@ fn a_booking_by_the_other_call_is_no_answer() {
         worker: WorkerId(1),
         rank: DpRank(0),
     };
-    let elsewhere = Fault::BookedElsewhere {
+    let elsewhere = ApiError::RankMismatch {
         request: "a".into(),
         number: 0,
         rank,
     };
     assert_eq!(scene.add(attempt("a", 0), 2).unwrap_err(), elsewhere);
     assert_eq!(
-        scene.bookings.again(attempt("a", 0)).unwrap_err(),
+        scene.bookings.find_route(attempt("a", 0)).unwrap_err(),
         elsewhere
     );
     assert_eq!(scene.counts(), (1, 1, 0));
@@ -337,9 +362,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn nothing_is_held_that_is_not_booked(steps in steps()) {
+    fn nothing_is_held_without_a_booking(steps in steps()) {
         let scene = Scene::new();
-        // What a caller believes who sees every answer: the live attempt at each request and when it was last heard of.
+        // Model of the ledger for a caller that sees every response: the active attempt of each
+        // request and the time of its last call.
         let mut believed: HashMap<u8, (u64, Duration)> = HashMap::new();
         let mut ended: HashMap<u8, (u64, Duration)> = HashMap::new();
         let mut time = Duration::ZERO;
@@ -370,10 +396,11 @@ proptest! {
                     prop_assert_eq!(marked.is_ok(), live || late);
                     heard = live;
                 }
-                Step::Output(fraction) => heard = scene.bookings.output_block(name, fraction).is_ok(),
+                Step::Output(fraction) => heard = scene.bookings.add_output_block(name, fraction).is_ok(),
                 Step::Free => {
                     let change = scene.free(name);
-                    prop_assert_eq!(change == Change::Applied, live, "only the live attempt is freed");
+                    prop_assert_eq!(change == LedgerChange::Applied, live, "only the live attempt is \
+                    freed");
                     if live {
                         believed.remove(&request);
                         ended.insert(request, (number, time));
@@ -388,13 +415,13 @@ proptest! {
             if heard {
                 believed.insert(request, (number, time));
             }
-            // Expired by whoever looked: nobody is told, so the caller asks.
+            // The expiry is not reported, so the caller queries it.
             believed.retain(|request, (number, heard)| {
                 let there = scene.bookings.state.lock().ledger.get(attempt(&request.to_string(), *number)).is_some();
                 there || { assert!(time - *heard > SILENCE, "ended before its time"); false }
             });
             let (requests, booked, running) = scene.counts();
-            prop_assert_eq!(requests as usize, booked, "the load is what is booked");
+            prop_assert_eq!(requests as usize, booked, "the load equals the bookings");
             prop_assert!(booked == believed.len() && booked <= 4 && running <= booked);
         }
         scene.advance(SILENCE + Duration::from_secs(1));

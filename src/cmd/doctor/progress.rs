@@ -1,4 +1,4 @@
-//! The parts of an examination that are not complete, so that a slow one is reported while it runs.
+//! Progress of the checks, so that slow ones are reported while they run.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-/// Time after which the open parts are reported, and again.
+/// Interval between reports.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// The open parts by name, each with its current step.
+/// Running checks by name, each with its current step.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DoctorProgress {
     open: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
-/// A part that is open until this is dropped.
+/// A running check; ends when dropped.
 #[derive(Debug)]
 pub(super) struct OpenPart {
     name: String,
@@ -25,7 +25,7 @@ pub(super) struct OpenPart {
 }
 
 impl DoctorProgress {
-    /// Opens a part.
+    /// Starts a check.
     pub(super) fn open(&self, name: String, step: &str) -> OpenPart {
         let part = OpenPart {
             name,
@@ -35,18 +35,18 @@ impl DoctorProgress {
         part
     }
 
-    /// Runs `work`. Writes to `err` at intervals which parts are open.
+    /// Runs `work` and writes the running checks to `err` at intervals.
     pub(super) async fn report<T>(&self, work: impl Future<Output = T>, err: &mut impl Write) -> T {
         let mut work = pin!(work);
         loop {
             match tokio::time::timeout(INTERVAL, &mut work).await {
                 Ok(done) => return done,
-                Err(_) => _ = writeln!(err, "waiting for {}", self.listing()),
+                Err(_) => _ = writeln!(err, "waiting for {}", self.format_open()),
             }
         }
     }
 
-    fn listing(&self) -> String {
+    fn format_open(&self) -> String {
         let open = self.open.lock();
         let parts = open.iter().map(|(name, step)| format!("{name} ({step})"));
         if open.is_empty() {
@@ -66,7 +66,7 @@ impl OpenPart {
             .insert(self.name.clone(), step.into());
     }
 
-    /// The current step.
+    /// Returns the current step.
     pub(super) fn current(&self) -> String {
         self.progress
             .open
@@ -101,7 +101,8 @@ mod tests {
         };
         let mut err = Vec::new();
         assert_eq!(progress.report(work, &mut err).await, 7);
-        let expected = "waiting for Envoy (/config_dump), worker 1 (/health)\nwaiting for worker 1 (rank 0: canary)\n";
+        let expected = "waiting for Envoy (/config_dump), worker 1 (/health)\nwaiting for worker \
+        1 (rank 0: canary)\n";
         assert_eq!(String::from_utf8(err).unwrap(), expected);
     }
 

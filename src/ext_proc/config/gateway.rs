@@ -1,72 +1,82 @@
-//! `gateway:`, `observe:` and `failure:`: what is agreed with the gateway, what is seen of answers, and what clients get
-//! where nothing can be chosen.
+//! `gateway:`: headers for and from the gateway, the observation of responses, the response to a
+//! client if no worker can be chosen, and added response headers.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use warmroute_settings::{Problem, is_header_name};
 
-use crate::ext_proc::contract::{Contract, Names, Profile};
-use crate::settings::{Problem, is_header_name};
+use crate::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeaders};
 
-/// How bodies travel where the gateway does not tell.
+/// Body modes for a gateway that does not report them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AssumedBodies {
-    /// The request's whole, in one message; the answer's not at all.
+    /// The request body buffered, the response body not sent.
     #[default]
     Buffered,
-    /// Both chunk by chunk, and sent back by us.
+    /// Both in full-duplex mode.
     FullDuplex,
 }
 
-/// `gateway:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The `gateway:` section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GatewayConfig {
-    /// Which groups of headers name the way.
-    pub profiles: Vec<Profile>,
+    /// Header profiles of the route.
+    pub header_profiles: Vec<HeaderProfile>,
     /// Names in place of those of the profiles.
-    pub names: Names,
-    /// Let Envoy look for the route again with the headers we set.
+    pub header_names: HeaderNames,
+    /// Let Envoy select its route again with the routing headers.
     pub clear_route_cache: bool,
-    /// Further endpoints to try after the chosen one, in its header and metadata. Some gateways take one only.
-    pub fallbacks: u32,
-    /// Put the score of every candidate into the metadata.
-    pub scores: bool,
-    /// How bodies travel where the gateway does not tell.
-    pub assume: AssumedBodies,
-    /// Do what the conformance tests of the Gateway API inference extension ask of an endpoint picker, too.
+    /// Number of further endpoints after the chosen one, in its header and metadata. Some gateways
+    /// accept one only.
+    pub fallback_endpoints: u32,
+    /// Add the score of every candidate to the metadata.
+    pub candidate_scores: bool,
+    /// Body modes for a gateway that does not report them.
+    pub default_body_mode: AssumedBodies,
+    /// Support the conformance tests of the Gateway API inference extension.
     pub conformance: bool,
+    /// Part of each response that Envoy sends to warmroute.
+    pub observe: ObserveMode,
+    /// Response to requests for which no worker can be chosen.
+    pub failure: FailureConfig,
+    /// Headers that warmroute adds to responses.
+    pub response_headers: ResponseConfig,
 }
 
 impl Default for GatewayConfig {
     fn default() -> Self {
         Self {
-            profiles: Profile::DEFAULT.to_vec(),
-            names: Names::default(),
+            header_profiles: HeaderProfile::DEFAULT.to_vec(),
+            header_names: HeaderNames::default(),
             clear_route_cache: true,
-            fallbacks: 0,
-            scores: false,
-            assume: AssumedBodies::default(),
+            fallback_endpoints: 0,
+            candidate_scores: false,
+            default_body_mode: AssumedBodies::default(),
             conformance: false,
+            observe: ObserveMode::default(),
+            failure: FailureConfig::default(),
+            response_headers: ResponseConfig::default(),
         }
     }
 }
 
 impl GatewayConfig {
-    /// Most endpoints that are listed after the chosen one.
-    const MOST_FALLBACKS: u32 = 16;
+    /// Maximum number of endpoints after the chosen one.
+    const MAX_FALLBACKS: u32 = 16;
 
-    /// The headers agreed on.
-    pub fn contract(&self) -> Contract {
-        Contract::new(&self.profiles, &self.names)
+    /// The headers of the configured profiles and names.
+    pub fn routing_headers(&self) -> RoutingHeaders {
+        RoutingHeaders::new(&self.header_profiles, &self.header_names)
     }
 
-    /// Mistakes of meaning.
+    /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        for (field, names) in self.names.given() {
+        for (field, names) in self.header_names.overrides() {
             for (at, name) in names
                 .iter()
                 .enumerate()
@@ -75,62 +85,65 @@ impl GatewayConfig {
                 let text = format!(
                     "`{name}` is not the name of a header; write for example x-worker-instance-id"
                 );
-                problems.push(Problem::at(["names".into(), field.into(), at.into()], text));
+                problems.push(Problem::at(
+                    ["header_names".into(), field.into(), at.into()],
+                    text,
+                ));
             }
         }
-        if self.fallbacks > Self::MOST_FALLBACKS {
+        if self.fallback_endpoints > Self::MAX_FALLBACKS {
             let text = format!(
-                "more than {} endpoints help nobody; the default is 0",
-                Self::MOST_FALLBACKS
+                "more than {} endpoints are useless; the default is 0",
+                Self::MAX_FALLBACKS
             );
-            problems.push(Problem::of("fallbacks", text));
+            problems.push(Problem::of("fallback_endpoints", text));
         }
         problems
     }
 }
 
-/// `observe:`: what is seen of answers. More costs more: each piece of an answer that is shown costs Envoy and us some
-/// microseconds.
+/// `gateway.observe:`: observation of responses. Each observed piece of a response costs Envoy and
+/// warmroute some microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum Observe {
-    /// Nothing; a prefill ends with the answer's headers.
+pub enum ObserveMode {
+    /// Nothing. A prefill ends with the response headers.
     Off,
-    /// When the first token comes.
+    /// The time of the first token.
     #[default]
     FirstToken,
-    /// All of it, for the tokens that the engine counted.
+    /// The whole body, for the token counts of the engine.
     Usage,
-    /// All of it for this share of the requests, and else the first token.
+    /// The whole body for this share of the requests, otherwise the first token.
     Sampled(f64),
 }
 
-impl Observe {
-    /// Whether all of an answer is looked at; `random` is in 0..1.
-    pub fn samples(self, random: f64) -> bool {
-        matches!(self, Observe::Sampled(share) if random < share)
+impl ObserveMode {
+    /// Whether to observe the whole body of a response; `random` is in 0..1.
+    pub fn is_sampled(self, random: f64) -> bool {
+        matches!(self, ObserveMode::Sampled(share) if random < share)
     }
 }
 
-impl fmt::Display for Observe {
+impl fmt::Display for ObserveMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Observe::Off => f.write_str("off"),
-            Observe::FirstToken => f.write_str("first_token"),
-            Observe::Usage => f.write_str("usage"),
-            Observe::Sampled(share) => write!(f, "sampled({share})"),
+            ObserveMode::Off => f.write_str("off"),
+            ObserveMode::FirstToken => f.write_str("first_token"),
+            ObserveMode::Usage => f.write_str("usage"),
+            ObserveMode::Sampled(share) => write!(f, "sampled({share})"),
         }
     }
 }
 
-/// What `observe` may be.
+/// Error of an invalid `observe` value.
 #[derive(Debug, thiserror::Error)]
 #[error("`{0}` is none of off, first_token, usage and sampled(SHARE) with a share between 0 and 1")]
-pub struct NotObservable(String);
+pub struct ParseObserveModeError(String);
 
-impl FromStr for Observe {
-    type Err = NotObservable;
+impl FromStr for ObserveMode {
+    type Err = ParseObserveModeError;
 
-    fn from_str(text: &str) -> Result<Self, NotObservable> {
+    fn from_str(text: &str) -> Result<Self, ParseObserveModeError> {
         let share = || {
             text.strip_prefix("sampled(")?
                 .strip_suffix(')')?
@@ -139,51 +152,51 @@ impl FromStr for Observe {
                 .ok()
         };
         match text {
-            "off" => Ok(Observe::Off),
-            "first_token" => Ok(Observe::FirstToken),
-            "usage" => Ok(Observe::Usage),
+            "off" => Ok(ObserveMode::Off),
+            "first_token" => Ok(ObserveMode::FirstToken),
+            "usage" => Ok(ObserveMode::Usage),
             _ => match share() {
-                Some(share) if (0.0..=1.0).contains(&share) => Ok(Observe::Sampled(share)),
-                _ => Err(NotObservable(text.to_owned())),
+                Some(share) if (0.0..=1.0).contains(&share) => Ok(ObserveMode::Sampled(share)),
+                _ => Err(ParseObserveModeError(text.to_owned())),
             },
         }
     }
 }
 
-impl Serialize for Observe {
+impl Serialize for ObserveMode {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Observe {
+impl<'de> Deserialize<'de> for ObserveMode {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
+        struct ObserveModeVisitor;
 
-        impl serde::de::Visitor<'_> for Text {
-            type Value = Observe;
+        impl serde::de::Visitor<'_> for ObserveModeVisitor {
+            type Value = ObserveMode;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("off, first_token, usage or sampled(SHARE)")
             }
 
-            // An error from in here is one of this place in the file.
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Observe, E> {
+            // An error of this function carries the position in the file.
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<ObserveMode, E> {
                 text.parse().map_err(E::custom)
             }
         }
-        deserializer.deserialize_str(Text)
+        deserializer.deserialize_str(ObserveModeVisitor)
     }
 }
 
-/// What becomes of a request for which no worker can be chosen.
+/// Handling of a request for which no worker can be chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureMode {
     /// Envoy's own load balancer chooses.
     #[default]
     FailOpen,
-    /// The client gets 503.
+    /// The client receives a 503.
     FailClosed,
 }
 
@@ -191,14 +204,41 @@ pub enum FailureMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FailureConfig {
-    /// What becomes of a request for which no worker can be chosen; models may say otherwise.
+    /// Handling of a request for which no worker can be chosen. Models can override it.
     pub mode: FailureMode,
-    /// A request for a model that is not configured gets 404 instead of any worker.
+    /// Reject requests for an unknown model with 404, instead of sending them to any worker.
     pub strict_models: bool,
-    /// A body that cannot be read gets 400 here instead of in the engine.
+    /// Reject unreadable bodies with 400, instead of leaving that to the engine.
     pub strict_bodies: bool,
-    /// A body above `limits.body` gets 413 instead of being routed by load.
+    /// Reject bodies above `requests.limits.max_body_size` with 413, instead of routing them load-only.
     pub strict_size: bool,
+}
+
+/// `response:`: response headers that warmroute adds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ResponseConfig {
+    /// Report the routing mode.
+    pub mode: bool,
+    /// Report the chosen worker rank. Disabled by default, because it shows clients the layout of
+    /// the fleet.
+    pub worker: bool,
+    /// Report the predicted number of cached prompt tokens. Disabled by default, for the same
+    /// reason.
+    pub prediction: bool,
+    /// Report a short explanation of the choice. Disabled by default, for the same reason.
+    pub why: bool,
+}
+
+impl Default for ResponseConfig {
+    fn default() -> Self {
+        Self {
+            mode: true,
+            worker: false,
+            prediction: false,
+            why: false,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -206,9 +246,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_observed_is_written_as_it_is_read() {
+    fn observe_mode_round_trips_through_text() {
         for text in ["off", "first_token", "usage", "sampled(0.25)", "sampled(1)"] {
-            assert_eq!(text.parse::<Observe>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<ObserveMode>().unwrap().to_string(), text);
         }
         for text in [
             "",
@@ -220,7 +260,7 @@ mod tests {
             "sampled(NaN)",
             "sampled(x)",
         ] {
-            assert!(text.parse::<Observe>().is_err(), "{text}");
+            assert!(text.parse::<ObserveMode>().is_err(), "{text}");
         }
     }
 }

@@ -1,60 +1,62 @@
-//! What exchanges are allowed to do, what answers say of how they were routed, and what one exchange is given at its start.
+//! Options of exchanges: the configured behavior, the response headers, and the values that one
+//! exchange starts with.
 
 use std::sync::Arc;
 
-use crate::ext_proc::config::Observe;
-use crate::ext_proc::contract::Contract;
-use crate::ext_proc::headers;
-use crate::ext_proc::message::Modes;
-use crate::ext_proc::mutation::HeaderChanges;
-use crate::openai::paths::Paths;
-use crate::router::Steer;
-use crate::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_core::router::RouteTarget;
+use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_tokens::openai::paths::ApiPaths;
 
-/// What exchanges are allowed to do.
+use crate::ext_proc::config::ObserveMode;
+use crate::ext_proc::header_changes::HeaderChanges;
+use crate::ext_proc::headers;
+use crate::ext_proc::message::BodyModes;
+use crate::ext_proc::routing_headers::RoutingHeaders;
+
+/// Configured behavior of exchanges.
 #[derive(Clone, Debug, Default)]
-pub struct Options {
-    /// Which path is which API, and so whose body is wanted.
-    pub paths: Arc<Paths>,
-    /// Largest request body that is gathered.
+pub struct ExchangeOptions {
+    /// APIs by path. The API decides whether the body is needed.
+    pub paths: Arc<ApiPaths>,
+    /// Maximum size of a buffered request body, in bytes.
     pub body_limit: usize,
-    /// The headers that name the way.
-    pub contract: Contract,
-    /// Whether Envoy looks for its route again.
+    /// Headers that carry the route.
+    pub routing_headers: RoutingHeaders,
+    /// Whether Envoy selects its route again after the headers have changed.
     pub clear_route_cache: bool,
-    /// How bodies travel where the gateway does not tell.
-    pub assumed: Modes,
-    /// What is seen of answers.
-    pub observe: Observe,
-    /// Whether the blocks of answers count as load, so that all of them have to be seen.
+    /// Body modes for a gateway that does not report them.
+    pub assumed_modes: BodyModes,
+    /// Observation of responses.
+    pub observe: ObserveMode,
+    /// Whether output blocks count as load, which requires the whole response body.
     pub output_blocks: bool,
-    /// Whether conformance tests are helped.
+    /// Whether to set the headers of the conformance tests.
     pub conformance: bool,
-    /// What answers say.
-    pub answers: Answers,
+    /// Response headers to set.
+    pub response_headers: ResponseHeaderOptions,
 }
 
-/// What answers say of how the request was routed.
+/// Response headers that describe the route.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Answers {
-    /// The step of the ladder.
+pub struct ResponseHeaderOptions {
+    /// The routing mode.
     pub mode: bool,
     /// The chosen worker rank.
     pub worker: bool,
-    /// The prediction.
+    /// The predicted number of cached tokens.
     pub prediction: bool,
-    /// In short why.
+    /// The short explanation of the choice.
     pub why: bool,
 }
 
-/// What one exchange is given at its start.
+/// Values that one exchange starts with.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Start {
-    /// By which name another filter can say that it saw the first token, where there is such a filter.
-    pub probed_as: Option<String>,
-    /// Whether all of the answer is looked at.
-    pub sampled: bool,
-    /// The name of the request where the gateway gives it none.
+pub struct ExchangeStart {
+    /// Key under which another filter reports the first token; `None` without such a filter.
+    pub exchange_key: Option<String>,
+    /// Whether the whole response body is observed.
+    pub is_sampled: bool,
+    /// Request id for a request without one.
     pub request_id: String,
     /// The pool that the authority of the call selects.
     pub pool: Option<Arc<str>>,
@@ -78,36 +80,38 @@ impl From<WorkerRank> for ServingWorker {
     }
 }
 
-impl Options {
-    /// What the response says of how the request was routed.
-    pub(super) fn tell(
+impl ExchangeOptions {
+    /// Adds the response headers that describe the route.
+    pub(super) fn add_response_headers(
         &self,
-        steer: &Steer,
+        target: &RouteTarget,
         served_by: Option<ServingWorker>,
         changes: &mut HeaderChanges,
     ) {
-        if self.answers.mode {
-            changes.set(headers::MODE, steer.mode.as_str().to_owned());
+        if self.response_headers.mode {
+            changes.set(headers::MODE, target.mode.as_str().to_owned());
         }
-        let served_by = served_by.or_else(|| steer.to.map(|to| to.rank.into()));
-        if let Some(ServingWorker { worker, rank }) = served_by.filter(|_| self.answers.worker) {
+        let served_by = served_by.or_else(|| target.to.map(|to| to.rank.into()));
+        if let Some(ServingWorker { worker, rank }) =
+            served_by.filter(|_| self.response_headers.worker)
+        {
             changes.set(headers::WORKER_ID, worker.to_string());
             if let Some(rank) = rank {
                 changes.set(headers::DP_RANK, rank.to_string());
             }
         }
-        if let Some(to) = steer.prefill.filter(|_| self.answers.worker) {
+        if let Some(to) = target.prefill.filter(|_| self.response_headers.worker) {
             changes.set(headers::PREFILL_ID, to.rank.worker.to_string());
             changes.set(headers::PREFILL_RANK, to.rank.rank.to_string());
         }
-        if let Some(tokens) = steer
+        if let Some(tokens) = target
             .predicted_cached_tokens
-            .filter(|_| self.answers.prediction)
+            .filter(|_| self.response_headers.prediction)
         {
-            changes.set(headers::PREDICTED, tokens.to_string());
+            changes.set(headers::PREDICTED_CACHED_TOKENS, tokens.to_string());
         }
-        if let Some(why) = steer.why.as_ref().filter(|_| self.answers.why) {
-            changes.set(headers::WHY, why.to_string());
+        if let Some(why) = target.why.as_ref().filter(|_| self.response_headers.why) {
+            changes.set(headers::WHY_CHOSEN, why.to_string());
         }
     }
 }

@@ -1,85 +1,93 @@
-//! The request side of an exchange: from its headers to the answer that steers it, and the body that passes through.
+//! The request side of an exchange: from the request headers to the reply with the route, and the
+//! rest of the body.
 
 use bytes::{Bytes, BytesMut};
-use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
+use warmroute_tokens::openai::ApiKind;
 
-use super::{Context, Copied, Directions, Effect, reply, reply_with};
-use crate::ext_proc::headers::{self, RequestHead};
+use super::context::ExchangeContext;
+use super::effect::{Effect, reply_effect, reply_effects};
+use super::request_body::{BufferedBody, DuplexBody, DuplexEnd};
+use super::request_reply::{body_reply, full_duplex_reply, header_reply, set_request_id};
+use crate::ext_proc::header_changes::HeaderChanges;
+use crate::ext_proc::headers::RequestHead;
 use crate::ext_proc::message::BodyMode;
-use crate::ext_proc::mutation::{self, HeaderChanges, To};
-use crate::ext_proc::wire::Piece;
-use crate::intake::Body;
-use crate::openai::Api;
+use crate::ext_proc::mutation::{self, MessageKind};
+use crate::ext_proc::reply::RouteReply;
+use crate::ext_proc::wire::BodyPiece;
+use crate::request::RequestBody;
 
 #[derive(Debug)]
 pub(super) enum RequestSide {
-    /// Nothing came yet.
+    /// No message has been received.
     Start,
-    /// The body is coming.
-    Gather { head: RequestHead, body: Pieces },
-    /// A route was asked for; this is owed when it comes.
-    Routing(Owed),
-    /// Answered; the rest of the body passes through us.
-    Relay,
-    /// Nothing more to answer.
+    /// The body is being received.
+    Buffering {
+        head: RequestHead,
+        body: BufferedBody,
+    },
+    /// A route was requested. The reply is due when the route is known.
+    Routing(PendingReply),
+    /// The reply to the headers was sent. The rest of the body passes through.
+    PassThrough,
+    /// No further reply is due.
     Ended,
 }
 
 #[derive(Debug)]
-pub(super) enum Owed {
-    /// The answer to the headers.
-    Headers { head: RequestHead, then: Then },
-    /// The answer to the whole body.
+pub(super) enum PendingReply {
+    /// The reply to the headers.
+    Headers {
+        head: RequestHead,
+        after_headers: BodyAfterHeaders,
+    },
+    /// The reply to the whole body.
     Body,
-    /// The answer to the headers, every byte gathered, and what came after that.
+    /// The reply to the headers, the buffered body, and the bytes received since the route was
+    /// requested.
     Duplex {
         head: RequestHead,
         body: Bytes,
-        more: BytesMut,
+        late_body: BytesMut,
         end: DuplexEnd,
     },
 }
 
-/// What follows an answer to the headers.
+/// Body messages that follow the reply to the headers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Then {
-    /// Nothing that we see.
-    End,
-    /// A buffered body that we do not want to see.
-    Spare,
-    /// A body that passes through us.
-    Relay,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum DuplexEnd {
-    Open,
-    Body,
-    Trailers,
+pub(super) enum BodyAfterHeaders {
+    /// None.
+    NoBody,
+    /// A buffered body, which the reply suppresses.
+    SuppressedBody,
+    /// A body that passes through.
+    PassThrough,
 }
 
 impl RequestSide {
-    pub(super) fn is_gathering(&self, context: &Context) -> bool {
-        matches!(self, RequestSide::Gather { .. }) && context.modes.request == BodyMode::FullDuplex
+    pub(super) fn is_gathering(&self, context: &ExchangeContext) -> bool {
+        matches!(self, RequestSide::Buffering { .. })
+            && context.modes.request == BodyMode::FullDuplex
     }
 
-    /// Whether Envoy waits, and gives up after a time.
-    pub(super) fn is_waited_for(&self) -> bool {
+    /// Whether Envoy's message timeout applies to the reply that is due.
+    pub(super) fn has_message_timeout(&self) -> bool {
         matches!(
             self,
-            RequestSide::Routing(Owed::Headers { .. } | Owed::Body)
+            RequestSide::Routing(PendingReply::Headers { .. } | PendingReply::Body)
         )
     }
 
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn buffered_bytes(&self) -> usize {
         match self {
-            RequestSide::Gather { body, .. } => body.len(),
-            RequestSide::Routing(Owed::Duplex { body, more, .. }) => body.len() + more.len(),
+            RequestSide::Buffering { body, .. } => body.len(),
+            RequestSide::Routing(PendingReply::Duplex {
+                body, late_body, ..
+            }) => body.len() + late_body.len(),
             _ => 0,
         }
     }
 
-    pub(super) fn stop_routing(&mut self) {
+    pub(super) fn cancel_routing(&mut self) {
         if matches!(self, RequestSide::Routing(_)) {
             *self = RequestSide::Ended;
         }
@@ -87,7 +95,7 @@ impl RequestSide {
 
     pub(super) fn on_headers(
         &mut self,
-        context: &Context,
+        context: &ExchangeContext,
         mut head: RequestHead,
         end: bool,
     ) -> Vec<Effect> {
@@ -97,64 +105,72 @@ impl RequestSide {
         if head.request_id.is_empty() {
             head.request_id.clone_from(&context.start.request_id);
         }
-        let wanted = context
+        let needs_body = context
             .options
             .paths
-            .of(&head.path, |name| head.get(name))
-            .is_some_and(Api::wants_body);
-        let then = match context.modes.request {
-            _ if end => Then::End,
-            BodyMode::None => Then::End,
-            BodyMode::Streamed | BodyMode::Grpc => Then::Relay,
-            BodyMode::FullDuplex if !wanted => {
-                let (body, more) = (Bytes::new(), BytesMut::new());
-                *self = RequestSide::Routing(Owed::Duplex {
+            .api_of_request(&head.path, |name| head.get(name))
+            .is_some_and(ApiKind::wants_body);
+        let after_headers = match context.modes.request {
+            _ if end => BodyAfterHeaders::NoBody,
+            BodyMode::None => BodyAfterHeaders::NoBody,
+            BodyMode::Streamed | BodyMode::Grpc => BodyAfterHeaders::PassThrough,
+            BodyMode::FullDuplex if !needs_body => {
+                let body = Bytes::new();
+                let late_body = BytesMut::new();
+                *self = RequestSide::Routing(PendingReply::Duplex {
                     head: head.clone(),
                     body,
-                    more,
+                    late_body,
                     end: DuplexEnd::Open,
                 });
-                return vec![context.inbound(head, Body::Unseen)];
+                return vec![context.route_effect(head, RequestBody::NotShown)];
             }
-            BodyMode::Buffered | BodyMode::BufferedPartial if !wanted => Then::Spare,
+            BodyMode::Buffered | BodyMode::BufferedPartial if !needs_body => {
+                BodyAfterHeaders::SuppressedBody
+            }
             BodyMode::FullDuplex => {
-                *self = RequestSide::Gather {
+                *self = RequestSide::Buffering {
                     head,
-                    body: Pieces::default(),
+                    body: BufferedBody::default(),
                 };
                 return Vec::new();
             }
             BodyMode::Buffered | BodyMode::BufferedPartial => {
-                let mut changes = HeaderChanges::removing(context.options.contract.forged(&head));
-                name(&head, &mut changes);
-                *self = RequestSide::Gather {
+                let mut changes =
+                    HeaderChanges::removing(context.options.routing_headers.forged_headers(&head));
+                set_request_id(&head, &mut changes);
+                *self = RequestSide::Buffering {
                     head,
-                    body: Pieces::default(),
+                    body: BufferedBody::default(),
                 };
-                return reply_with(mutation::go_on(To::RequestHeaders, changes));
+                return reply_effects(mutation::continue_with(
+                    MessageKind::RequestHeaders,
+                    changes,
+                ));
             }
         };
-        let body = match then {
-            Then::End if end => Body::Absent,
-            Then::Relay => Body::Streamed,
-            Then::End | Then::Spare => Body::Unseen,
+        let body = match after_headers {
+            BodyAfterHeaders::NoBody if end => RequestBody::Absent,
+            BodyAfterHeaders::PassThrough => RequestBody::Streamed,
+            BodyAfterHeaders::NoBody | BodyAfterHeaders::SuppressedBody => RequestBody::NotShown,
         };
-        *self = RequestSide::Routing(Owed::Headers {
+        *self = RequestSide::Routing(PendingReply::Headers {
             head: head.clone(),
-            then,
+            after_headers,
         });
-        vec![context.inbound(head, body)]
+        vec![context.route_effect(head, body)]
     }
 
-    pub(super) fn on_body(&mut self, context: &Context, piece: Piece) -> Vec<Effect> {
+    pub(super) fn on_body(&mut self, context: &ExchangeContext, piece: BodyPiece) -> Vec<Effect> {
         let end = piece.is_last();
         match self {
-            RequestSide::Gather { body, .. } => {
+            RequestSide::Buffering { body, .. } => {
                 body.push(piece.body);
                 let duplex = context.modes.request == BodyMode::FullDuplex;
                 if !duplex || end || body.len() > context.options.body_limit {
-                    // A buffered body without an end is followed by trailers; one that did not fit, by its rest.
-                    let cut = context.modes.request == BodyMode::BufferedPartial && !end;
+                    // A buffered body without an end is followed by trailers. In partial mode its
+                    // rest follows.
+                    let is_truncated = context.modes.request == BodyMode::BufferedPartial && !end;
                     return self.route_gathered(
                         context,
                         if end {
@@ -162,311 +178,180 @@ impl RequestSide {
                         } else {
                             DuplexEnd::Open
                         },
-                        cut,
+                        is_truncated,
                     );
                 }
                 Vec::new()
             }
-            RequestSide::Routing(Owed::Duplex {
-                more,
+            RequestSide::Routing(PendingReply::Duplex {
+                late_body,
                 end: ended @ DuplexEnd::Open,
                 ..
             }) => {
-                more.extend_from_slice(&piece.body);
+                late_body.extend_from_slice(&piece.body);
                 if end {
                     *ended = DuplexEnd::Body;
                 }
                 Vec::new()
             }
-            // A configuration that skips the request headers lets the exchange begin with the body.
-            RequestSide::Relay | RequestSide::Start => {
+            // With a configuration that skips the request headers the exchange begins with the
+            // body.
+            RequestSide::PassThrough | RequestSide::Start => {
                 if end {
                     *self = RequestSide::Ended;
                 }
-                let replies = mutation::unchanged(To::RequestBody, context.modes.request, &piece);
-                replies.into_iter().map(reply).collect()
+                let replies =
+                    mutation::pass_body(MessageKind::RequestBody, context.modes.request, &piece);
+                replies.into_iter().map(reply_effect).collect()
             }
-            // A second end of stream, or a body nobody announced.
+            // A second end of stream, or a body that was not announced.
             RequestSide::Routing(_) | RequestSide::Ended => Vec::new(),
         }
     }
 
-    pub(super) fn on_trailers(&mut self, context: &Context) -> Vec<Effect> {
+    pub(super) fn on_trailers(&mut self, context: &ExchangeContext) -> Vec<Effect> {
         match self {
-            RequestSide::Gather { .. } if context.modes.request == BodyMode::FullDuplex => {
+            RequestSide::Buffering { .. } if context.modes.request == BodyMode::FullDuplex => {
                 self.route_gathered(context, DuplexEnd::Trailers, false)
             }
-            RequestSide::Routing(Owed::Duplex { end, .. }) => {
+            RequestSide::Routing(PendingReply::Duplex { end, .. }) => {
                 *end = DuplexEnd::Trailers;
                 Vec::new()
             }
             RequestSide::Routing(_) => Vec::new(),
-            // While a buffered body is waited for, trailers mean that there is none.
-            RequestSide::Gather { .. }
+            // Trailers in place of a buffered body mean that there is no body.
+            RequestSide::Buffering { .. }
             | RequestSide::Start
-            | RequestSide::Relay
+            | RequestSide::PassThrough
             | RequestSide::Ended => {
                 *self = RequestSide::Ended;
-                reply_with(mutation::request_trailers())
+                reply_effects(mutation::request_trailers())
             }
         }
     }
 
-    pub(super) fn on_deadline(&mut self, context: &Context) -> Vec<Effect> {
-        match self.is_gathering(context) {
-            true => self.route_gathered(context, DuplexEnd::Open, true),
-            false => Vec::new(),
+    pub(super) fn on_deadline(&mut self, context: &ExchangeContext) -> Vec<Effect> {
+        if self.is_gathering(context) {
+            self.route_gathered(context, DuplexEnd::Open, true)
+        } else {
+            Vec::new()
         }
     }
 
-    /// Whether nothing of the request is left to answer.
+    /// Whether no further reply is due.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self, RequestSide::Ended)
     }
 
-    /// Whether a route was asked for and has not been found yet.
+    /// Whether a route was requested and has not been received.
     pub(super) fn awaits_route(&self) -> bool {
         matches!(self, RequestSide::Routing(_))
     }
 
-    /// Asks for a route without the body, if Envoy buffers it. The body exceeds the size limit of messages.
-    pub(super) fn on_oversize_body(&mut self, context: &Context) -> Vec<Effect> {
-        let RequestSide::Gather { head, .. } = self else {
+    /// Requests a route without the body, if Envoy buffers it. The body exceeds the size limit of
+    /// messages.
+    pub(super) fn on_oversize_body(&mut self, context: &ExchangeContext) -> Vec<Effect> {
+        let RequestSide::Buffering { head, .. } = self else {
             return Vec::new();
         };
         if context.modes.request.is_sent_back() {
             return Vec::new();
         }
         let head = std::mem::take(head);
-        *self = RequestSide::Routing(Owed::Body);
+        *self = RequestSide::Routing(PendingReply::Body);
         let bytes = head
             .content_length
             .unwrap_or(0)
             .max(context.options.body_limit as u64 + 1);
-        vec![context.inbound(
+        vec![context.route_effect(
             head,
-            Body::TooLarge {
+            RequestBody::TooLarge {
                 shown: Bytes::new(),
                 bytes,
             },
         )]
     }
 
-    /// Asks for a route with the body gathered so far.
-    fn route_gathered(&mut self, context: &Context, end: DuplexEnd, cut: bool) -> Vec<Effect> {
-        let RequestSide::Gather { head, body } = std::mem::replace(self, RequestSide::Ended) else {
+    /// Requests a route with the bytes received so far.
+    fn route_gathered(
+        &mut self,
+        context: &ExchangeContext,
+        end: DuplexEnd,
+        is_truncated: bool,
+    ) -> Vec<Effect> {
+        let RequestSide::Buffering { head, body } = std::mem::replace(self, RequestSide::Ended)
+        else {
             return Vec::new();
         };
-        let body = body.whole();
+        let body = body.into_bytes();
         let shown = match body.len() {
             length if length > context.options.body_limit => {
                 let bytes = head.content_length.unwrap_or(0).max(length as u64);
-                Body::TooLarge {
+                RequestBody::TooLarge {
                     shown: body.clone(),
                     bytes,
                 }
             }
-            _ if cut => Body::Cut {
+            _ if is_truncated => RequestBody::Truncated {
                 shown: body.clone(),
                 length: head.content_length,
             },
-            _ => Body::Whole(body.clone()),
+            _ => RequestBody::Whole(body.clone()),
         };
         *self = RequestSide::Routing(match context.modes.request {
-            BodyMode::FullDuplex => Owed::Duplex {
+            BodyMode::FullDuplex => PendingReply::Duplex {
                 head: head.clone(),
                 body,
-                more: BytesMut::new(),
+                late_body: BytesMut::new(),
                 end,
             },
-            _ => Owed::Body,
+            _ => PendingReply::Body,
         });
-        vec![context.inbound(head, shown)]
+        vec![context.route_effect(head, shown)]
     }
 
-    pub(super) fn on_route(&mut self, context: &Context, directions: &Directions) -> Vec<Effect> {
-        let RequestSide::Routing(owed) = std::mem::replace(self, RequestSide::Ended) else {
+    pub(super) fn on_route(
+        &mut self,
+        context: &ExchangeContext,
+        route_reply: &RouteReply,
+    ) -> Vec<Effect> {
+        let RequestSide::Routing(pending) = std::mem::replace(self, RequestSide::Ended) else {
             return Vec::new();
         };
-        match owed {
-            Owed::Headers { head, then } => {
-                if then != Then::End {
-                    // A spared body comes all the same where `allow_mode_override` is off, and waits for an answer.
-                    *self = RequestSide::Relay;
+        match pending {
+            PendingReply::Headers {
+                head,
+                after_headers,
+            } => {
+                if after_headers != BodyAfterHeaders::NoBody {
+                    // With `allow_mode_override: false` Envoy sends the suppressed body
+                    // nevertheless, and waits for a reply.
+                    *self = RequestSide::PassThrough;
                 }
-                let reply = header_answer(context, &head, directions, None);
-                reply_with(if then == Then::Spare {
-                    mutation::without_request_body(reply)
+                let reply = header_reply(context, &head, route_reply, None);
+                reply_effects(if after_headers == BodyAfterHeaders::SuppressedBody {
+                    mutation::with_request_body_hidden(reply)
                 } else {
                     reply
                 })
             }
-            Owed::Body => {
-                // What the client forged was removed in the answer to the headers.
-                let mut changes = HeaderChanges::default();
-                let edit = directions.edit.as_ref();
-                if let Some(edit) = edit {
-                    changes.set(CONTENT_LENGTH, edit.body.len().to_string());
-                }
-                let reply = steered(context, To::RequestBody, changes, directions);
-                reply_with(match edit {
-                    Some(edit) => mutation::with_body(reply, edit.body.to_vec()),
-                    None => reply,
-                })
-            }
-            Owed::Duplex {
+            PendingReply::Body => reply_effects(body_reply(context, route_reply)),
+            PendingReply::Duplex {
                 head,
                 body,
-                more,
+                late_body,
                 end,
             } => {
-                let (effects, open) =
-                    duplex(context, &head, directions, Gathered { body, more, end });
-                if open {
-                    *self = RequestSide::Relay;
+                if end == DuplexEnd::Open {
+                    *self = RequestSide::PassThrough;
                 }
-                effects
+                let received = DuplexBody {
+                    body,
+                    late_body,
+                    end,
+                };
+                full_duplex_reply(context, &head, route_reply, received)
             }
         }
     }
-}
-
-const CONTENT_LENGTH: &str = "content-length";
-
-/// A body as it comes. A buffered one comes whole, and is not copied.
-#[derive(Debug, Default)]
-pub(super) struct Pieces {
-    first: Bytes,
-    /// All of it, once there is more than one piece.
-    more: BytesMut,
-}
-
-impl Pieces {
-    fn len(&self) -> usize {
-        self.first.len() + self.more.len()
-    }
-
-    fn push(&mut self, piece: Bytes) {
-        if self.len() == 0 {
-            self.first = piece;
-            return;
-        }
-        self.more
-            .extend_from_slice(&std::mem::take(&mut self.first));
-        self.more.extend_from_slice(&piece);
-    }
-
-    fn whole(self) -> Bytes {
-        if self.more.is_empty() {
-            self.first
-        } else {
-            self.more.freeze()
-        }
-    }
-}
-
-/// What a full-duplex request had sent when its route came.
-struct Gathered {
-    body: Bytes,
-    more: BytesMut,
-    end: DuplexEnd,
-}
-
-impl Gathered {
-    /// How long the body will be in the end, where that is known.
-    fn length(&self, head: &RequestHead, edit: Option<&Bytes>) -> Option<u64> {
-        match (self.end, edit) {
-            (DuplexEnd::Body, Some(edit)) => Some(edit.len() as u64),
-            (DuplexEnd::Body, None) => Some((self.body.len() + self.more.len()) as u64),
-            // Envoy takes the client's word out; nothing has changed about it.
-            (DuplexEnd::Open, None) => head.content_length,
-            // A message with trailers has no fixed length.
-            (DuplexEnd::Open | DuplexEnd::Trailers, _) => None,
-        }
-    }
-}
-
-/// The answers to a full-duplex request: headers, then every byte, then the end. Beside them whether more will come.
-fn duplex(
-    context: &Context,
-    head: &RequestHead,
-    directions: &Directions,
-    gathered: Gathered,
-) -> (Vec<Effect>, bool) {
-    let edit = directions.edit.as_ref().map(|edit| &edit.body);
-    let length = gathered.length(head, edit);
-    let mut effects = reply_with(header_answer(context, head, directions, length));
-    let Gathered { body, more, end } = gathered;
-    let body = edit.cloned().unwrap_or(body);
-    let body_ends = end == DuplexEnd::Body;
-    // Without a single byte before the trailers there may have been no body message to answer.
-    if !body.is_empty() || (body_ends && more.is_empty()) {
-        effects.extend(
-            mutation::pieces(To::RequestBody, &body, body_ends && more.is_empty()).map(reply),
-        );
-    }
-    if !more.is_empty() {
-        effects.extend(mutation::pieces(To::RequestBody, &more, body_ends).map(reply));
-    }
-    if end == DuplexEnd::Trailers {
-        effects.push(reply(mutation::request_trailers()));
-    }
-    (effects, end == DuplexEnd::Open)
-}
-
-fn header_answer(
-    context: &Context,
-    head: &RequestHead,
-    directions: &Directions,
-    length: Option<u64>,
-) -> ProcessingResponse {
-    let mut changes = HeaderChanges::removing(context.options.contract.forged(head));
-    if let Some(length) = length {
-        changes.set(CONTENT_LENGTH, length.to_string());
-    }
-    name(head, &mut changes);
-    steered(context, To::RequestHeaders, changes, directions)
-}
-
-/// Tells the worker the name of a request that came without one.
-fn name(head: &RequestHead, changes: &mut HeaderChanges) {
-    if !head.request_id.is_empty()
-        && head
-            .get(headers::REQUEST_ID)
-            .is_none_or(|sent| sent.is_empty())
-    {
-        changes.set(headers::REQUEST_ID, head.request_id.clone());
-    }
-}
-
-/// Lets a message go on to where the route leads.
-fn steered(
-    context: &Context,
-    message: To,
-    mut changes: HeaderChanges,
-    directions: &Directions,
-) -> ProcessingResponse {
-    let steer = &directions.steer;
-    let Some(to) = &steer.to else {
-        return mutation::go_on(message, changes);
-    };
-    let options = &context.options;
-    options.contract.tell(steer, &mut changes);
-    if let Some(Copied { cluster, to }) = &directions.copy {
-        changes.set(headers::PREFILL_CLUSTER, cluster.to_string());
-        changes.set(headers::PREFILL_DESTINATION, to.to_string());
-    }
-    if options.conformance {
-        changes.set(
-            headers::CONFORMANCE_ECHO,
-            format!("{}:{}", headers::CONFORMANCE_SERVED, to.endpoint),
-        );
-    }
-    let reply = mutation::go_on(message, changes);
-    let reply = if options.clear_route_cache {
-        mutation::with_new_route(reply)
-    } else {
-        reply
-    };
-    mutation::with_destination(reply, to, directions, context.start.probed_as.as_deref())
 }

@@ -1,65 +1,73 @@
-//! The response side of an exchange: what is shown of the answer, what is told with it, and when its first token comes.
+//! The response side of an exchange: observation of the body, response headers, and the first
+//! token.
 
-use super::{Context, Effect, reply};
-use crate::ext_proc::config::Observe;
-use crate::ext_proc::headers::{self, AnsweredBy, ResponseHead};
+use warmroute_tokens::openai::restore::ModelNameRestorer;
+
+use super::context::ExchangeContext;
+use super::effect::{Effect, reply_effect};
+use crate::ext_proc::config::ObserveMode;
+use crate::ext_proc::header_changes::HeaderChanges;
+use crate::ext_proc::headers::{self, ResponseHead, ResponseSource};
 use crate::ext_proc::message::BodyMode;
-use crate::ext_proc::mutation::{self, HeaderChanges, To};
-use crate::ext_proc::wire::Piece;
-use crate::openai::restore::Restorer;
+use crate::ext_proc::mutation::{self, MessageKind};
+use crate::ext_proc::wire::BodyPiece;
 
 #[derive(Debug)]
 pub(super) enum ResponseSide {
     /// The response has not begun.
     Waiting,
-    /// The body comes unseen; its end is the end of the stream.
-    Hidden { first_token_due: bool },
-    /// The body passes through us.
-    Watched {
+    /// The body does not pass through. Its end is the end of the stream.
+    Unobserved { first_token_due: bool },
+    /// The body passes through.
+    Observed {
         first_token_due: bool,
-        /// Whether what is shown is also looked at.
-        whole: bool,
-        restore: Option<Box<Restorer>>,
+        /// Whether the usage scanner reads the body.
+        scans_usage: bool,
+        restorer: Option<Box<ModelNameRestorer>>,
     },
-    /// Complete.
+    /// The response is complete.
     Ended,
 }
 
-/// Why a body has to be shown.
-struct Wish {
-    /// The first token is not in the headers.
+/// Reasons to observe the body.
+struct ObservationNeeds {
+    /// The first token does not arrive with the headers.
     first_token: bool,
-    /// Nobody else sees it.
-    ourselves: bool,
-    /// All of it counts.
-    whole: bool,
+    /// No probe filter observes the first token.
+    by_this_filter: bool,
+    /// The usage scanner needs the whole body.
+    usage: bool,
 }
 
-impl Wish {
-    fn of(context: &Context, head: &ResponseHead) -> Self {
+impl ObservationNeeds {
+    fn new(context: &ExchangeContext, head: &ResponseHead) -> Self {
         let none = Self {
             first_token: false,
-            ourselves: false,
-            whole: false,
+            by_this_filter: false,
+            usage: false,
         };
-        let Some(directions) = context
-            .directions
+        let Some(route_reply) = context
+            .route_reply
             .as_ref()
-            .filter(|found| found.steer.to.is_some())
+            .filter(|reply| reply.target.to.is_some())
         else {
             return none;
         };
-        let (options, start) = (&context.options, &context.start);
-        // Engines send the headers of a stream before they have computed anything, those of a unary answer after all.
-        let seen = start.probed_as.is_some() || can_be_shown(context);
-        let later = head.event_stream && !directions.first_token_with_headers;
-        let first_token = seen && later && options.observe != Observe::Off;
-        let well = (200..300).contains(&head.status);
+        let options = &context.options;
+        let start = &context.start;
+        // Engines send the headers of a stream before they compute anything, and those of a unary
+        // response after everything.
+        let can_observe = start.exchange_key.is_some() || can_observe_body(context);
+        let is_late = head.is_event_stream && !route_reply.first_token_with_headers;
+        let first_token = can_observe && is_late && options.observe != ObserveMode::Off;
+        let is_success = (200..300).contains(&head.status);
         Self {
             first_token,
-            ourselves: first_token && start.probed_as.is_none(),
-            whole: well
-                && (options.observe == Observe::Usage || start.sampled || options.output_blocks),
+            by_this_filter: first_token && start.exchange_key.is_none(),
+            usage: is_success
+                && (options.observe == ObserveMode::Usage
+                    || start.is_sampled
+                    || options.output_blocks),
         }
     }
 }
@@ -67,8 +75,8 @@ impl Wish {
 impl ResponseSide {
     pub(super) fn awaits_first_token(&self) -> bool {
         match self {
-            ResponseSide::Hidden { first_token_due }
-            | ResponseSide::Watched {
+            ResponseSide::Unobserved { first_token_due }
+            | ResponseSide::Observed {
                 first_token_due, ..
             } => *first_token_due,
             ResponseSide::Waiting | ResponseSide::Ended => false,
@@ -77,160 +85,173 @@ impl ResponseSide {
 
     pub(super) fn on_headers(
         &mut self,
-        context: &Context,
+        context: &ExchangeContext,
         head: ResponseHead,
         end: bool,
     ) -> Vec<Effect> {
         if !matches!(self, ResponseSide::Waiting) {
             return Vec::new();
         }
-        let mut changes = answer_headers(context, &head);
+        let mut changes = response_header_changes(context, &head);
         if end {
             *self = ResponseSide::Ended;
-            let answer = mutation::go_on(To::ResponseHeaders, changes);
+            let continued = mutation::continue_with(MessageKind::ResponseHeaders, changes);
             return vec![
-                reply(answer),
-                Effect::Answered(head),
-                Effect::FirstToken { seen: false },
-                Effect::Finished,
+                reply_effect(continued),
+                Effect::ResponseStarted(head),
+                Effect::FirstToken { observed: false },
+                Effect::Completed,
             ];
         }
-        let renamed = context
-            .directions
+        let rename = context
+            .route_reply
             .as_ref()
-            .and_then(|found| found.edit.as_ref()?.restore.as_ref());
+            .and_then(|reply| reply.body_edit.as_ref()?.model_rename.as_ref());
         // A gRPC message is not JSON.
-        let renamed = renamed.filter(|_| context.modes.response != BodyMode::Grpc);
-        let restore = renamed.map(|names| Box::new(Restorer::new(&names.served, &names.asked)));
-        let wish = Wish::of(context, &head);
-        let shown = context.modes.response != BodyMode::None;
-        let asked =
-            !shown && can_be_shown(context) && (wish.ourselves || wish.whole || restore.is_some());
-        if restore.is_some() && (shown || asked) {
-            // The client's name for the model may be longer or shorter.
+        let rename = rename.filter(|_| context.modes.response != BodyMode::Grpc);
+        let restorer =
+            rename.map(|names| Box::new(ModelNameRestorer::new(&names.served, &names.requested)));
+        let needs = ObservationNeeds::new(context, &head);
+        let is_shown = context.modes.response != BodyMode::None;
+        let requests_body = !is_shown
+            && can_observe_body(context)
+            && (needs.by_this_filter || needs.usage || restorer.is_some());
+        if restorer.is_some() && (is_shown || requests_body) {
+            // The restored model name may differ in length.
             changes.remove("content-length");
         }
-        let first_token_due = wish.first_token;
-        *self = match shown || asked {
-            true => ResponseSide::Watched {
+        let first_token_due = needs.first_token;
+        *self = if is_shown || requests_body {
+            ResponseSide::Observed {
                 first_token_due,
-                whole: wish.whole,
-                restore,
-            },
-            false => ResponseSide::Hidden { first_token_due },
-        };
-        let answer = mutation::go_on(To::ResponseHeaders, changes);
-        let answer = if asked {
-            mutation::with_response_body(answer, context.modes.request)
+                scans_usage: needs.usage,
+                restorer,
+            }
         } else {
-            answer
+            ResponseSide::Unobserved { first_token_due }
         };
-        let mut effects = vec![reply(answer), Effect::Answered(head)];
+        let continued = mutation::continue_with(MessageKind::ResponseHeaders, changes);
+        let continued = if requests_body {
+            mutation::with_response_body_shown(continued, context.modes.request)
+        } else {
+            continued
+        };
+        let mut effects = vec![reply_effect(continued), Effect::ResponseStarted(head)];
         if !first_token_due {
-            effects.push(Effect::FirstToken { seen: false });
+            effects.push(Effect::FirstToken { observed: false });
         }
         effects
     }
 
-    pub(super) fn on_body(&mut self, context: &Context, piece: Piece) -> Vec<Effect> {
+    pub(super) fn on_body(&mut self, context: &ExchangeContext, piece: BodyPiece) -> Vec<Effect> {
         let end = piece.is_last();
         let mut effects = Vec::new();
-        let passed = match self {
+        let restored = match self {
             ResponseSide::Ended => return effects,
-            ResponseSide::Watched {
-                restore: Some(restore),
+            ResponseSide::Observed {
+                restorer: Some(restorer),
                 ..
             } => {
-                let mut changed = restore.push(&piece.body).into_owned();
+                let mut changed = restorer.push(&piece.body).into_owned();
                 if end {
-                    changed.extend(restore.finish());
+                    changed.extend(restorer.finish());
                 }
                 Some(changed)
             }
             _ => None,
         };
-        let replies = match (context.modes.response, passed) {
-            (mode, None) => mutation::unchanged(To::ResponseBody, mode, &piece),
+        let replies = match (context.modes.response, restored) {
+            (mode, None) => mutation::pass_body(MessageKind::ResponseBody, mode, &piece),
             (BodyMode::FullDuplex, Some(changed)) => {
-                mutation::pieces(To::ResponseBody, &changed, end).collect()
+                mutation::body_pieces(MessageKind::ResponseBody, &changed, end).collect()
             }
             (_, Some(changed)) => {
-                let go_on = mutation::go_on(To::ResponseBody, HeaderChanges::default());
+                let go_on =
+                    mutation::continue_with(MessageKind::ResponseBody, HeaderChanges::default());
                 vec![mutation::with_body(go_on, changed)]
             }
         };
-        effects.extend(replies.into_iter().map(reply));
-        let Piece { body, .. } = piece;
+        effects.extend(replies.into_iter().map(reply_effect));
+        let BodyPiece { body, .. } = piece;
         if !body.is_empty() {
             effects.extend(self.on_first_token());
-            if matches!(self, ResponseSide::Watched { whole: true, .. }) {
-                effects.push(Effect::Answer(body));
+            if matches!(
+                self,
+                ResponseSide::Observed {
+                    scans_usage: true,
+                    ..
+                }
+            ) {
+                effects.push(Effect::ResponseChunk(body));
             }
         }
         if end {
             *self = ResponseSide::Ended;
-            effects.push(Effect::Finished);
+            effects.push(Effect::Completed);
         }
         effects
     }
 
     pub(super) fn on_first_token(&mut self) -> Vec<Effect> {
         match self {
-            ResponseSide::Hidden {
+            ResponseSide::Unobserved {
                 first_token_due: due @ true,
             }
-            | ResponseSide::Watched {
+            | ResponseSide::Observed {
                 first_token_due: due @ true,
                 ..
             } => {
                 *due = false;
-                vec![Effect::FirstToken { seen: true }]
+                vec![Effect::FirstToken { observed: true }]
             }
             _ => Vec::new(),
         }
     }
 
-    pub(super) fn on_trailers(&mut self, context: &Context) -> Vec<Effect> {
+    pub(super) fn on_trailers(&mut self, context: &ExchangeContext) -> Vec<Effect> {
         let mut effects = Vec::new();
-        // Only in full duplex is there still a way for what was held back of the body.
+        // Only full-duplex mode accepts body bytes after the last body message.
         if let (
             BodyMode::FullDuplex,
-            ResponseSide::Watched {
-                restore: Some(restore),
+            ResponseSide::Observed {
+                restorer: Some(restorer),
                 ..
             },
         ) = (context.modes.response, &mut *self)
         {
-            let held = restore.finish();
-            if !held.is_empty() {
-                effects.extend(mutation::pieces(To::ResponseBody, &held, false).map(reply));
+            let rest = restorer.finish();
+            if !rest.is_empty() {
+                effects.extend(
+                    mutation::body_pieces(MessageKind::ResponseBody, &rest, false)
+                        .map(reply_effect),
+                );
             }
         }
-        effects.push(reply(mutation::response_trailers()));
+        effects.push(reply_effect(mutation::response_trailers()));
         if !matches!(self, ResponseSide::Ended) {
             *self = ResponseSide::Ended;
-            effects.push(Effect::Finished);
+            effects.push(Effect::Completed);
         }
         effects
     }
 }
 
-/// Whether the body of the answer comes to us, or would if we asked for it: Envoy takes no such wish in an exchange whose
-/// request body is in full duplex.
-fn can_be_shown(context: &Context) -> bool {
+/// Whether Envoy sends the response body, or would on request. Envoy ignores the request in an
+/// exchange whose request body is in full-duplex mode.
+fn can_observe_body(context: &ExchangeContext) -> bool {
     context.modes.response != BodyMode::None || !context.modes.request.is_sent_back()
 }
 
-fn answer_headers(context: &Context, head: &ResponseHead) -> HeaderChanges {
+fn response_header_changes(context: &ExchangeContext, head: &ResponseHead) -> HeaderChanges {
     let mut changes = HeaderChanges::default();
-    if let Some(directions) = &context.directions {
+    if let Some(route_reply) = &context.route_reply {
         context
             .options
-            .tell(&directions.steer, context.served_by, &mut changes);
+            .add_response_headers(&route_reply.target, context.served_by, &mut changes);
     }
     if context.options.conformance {
-        let served = match head.from {
-            AnsweredBy::Worker(address) => address.to_string(),
+        let served = match head.source {
+            ResponseSource::Worker(address) => address.to_string(),
             _ => "fail: missing destination endpoint served metadata".to_owned(),
         };
         changes.set(headers::CONFORMANCE_SERVED, served);

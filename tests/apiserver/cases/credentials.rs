@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::control_plane::TestControlPlane;
 use crate::namespace::TestNamespace;
 use crate::objects::POOL;
-use crate::pki::Authority;
+use crate::pki::TestAuthority;
 use crate::proxy::{ApiProxy, ProxyMode};
 use crate::router::{MountedAccount, PATIENCE, RouterOptions, RouterProcess};
 use crate::runner::CaseResult;
@@ -23,15 +23,15 @@ pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let mut router = namespace
-        .start_router_with(json!({"kubernetes": {"silence": "3s"}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"watch_timeout": "3s"}}}))
         .await?;
     router.wait_fleet(&[A]).await?;
     namespace.revoke_tokens().await?;
     router.mount(&namespace.account().await?)?;
     namespace.create_pod("b", "127.0.1.2").await?;
-    // Watches that were granted go on.
+    // Established watches continue.
     router.wait_fleet(&[A, B]).await?;
-    // The API server keeps a token that it has verified for 10 s.
+    // The API server caches a verified token for 10 s.
     tokio::time::sleep(Duration::from_secs(14)).await;
     namespace.remove_pod("b").await?;
     let took = router
@@ -47,7 +47,8 @@ pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     ))
 }
 
-/// The API server gets a certificate of another authority: first one that ca.crt has already, then one that it lacks.
+/// The API server gets a certificate of another authority: first one that ca.crt has already, then
+/// one that it lacks.
 pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -64,15 +65,15 @@ pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResu
         ca: ca.to_owned(),
         ..account.clone()
     };
-    let second = Authority::new("second");
+    let second = TestAuthority::new("second");
     router.mount(&with_ca(&format!("{}{}", account.ca, second.cert)))?;
-    // What a kubelet mounts is read within seconds.
+    // Replaced files are read within seconds.
     tokio::time::sleep(Duration::from_secs(10)).await;
     proxy.change_authority(&second).await?;
     namespace.create_pod("b", "127.0.1.2").await?;
     let known = router.wait_fleet(&[A, B]).await?;
     router.mount(&with_ca(&second.cert))?;
-    let third = Authority::new("third");
+    let third = TestAuthority::new("third");
     proxy.change_authority(&third).await?;
     router.wait_up(POOL, false, PATIENCE).await?;
     router.wait_log("certificate").await?;

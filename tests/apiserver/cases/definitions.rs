@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use anyhow::ensure;
 use serde_json::json;
+use warmroute_testbed::ports::until;
 
 use crate::control_plane::{INFERENCE_POOLS, OBJECTIVES, OLD_OBJECTIVES, TestControlPlane};
 use crate::namespace::{RoleRules, TestNamespace};
 use crate::objects::{POOL, objective};
 use crate::router::PATIENCE;
 use crate::runner::CaseResult;
-use crate::support::ports::until;
 
 const A: &str = "a 127.0.1.1:8000";
 
@@ -59,7 +59,7 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"look_again": "2s"}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"resync_interval": "2s"}}}))
         .await?;
     router.wait_cluster("not installed").await?;
     plane.install(OLD_OBJECTIVES).await?;
@@ -88,7 +88,7 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     .await;
     ensure!(absent, "{}", page().await);
     Ok(format!(
-        "llm-d.ai wins; falls back; not installed: forgotten; within {:.1} s with `look_again: 2s`",
+        "llm-d.ai wins; falls back; not installed: forgotten; within {:.1} s with `resync_interval: 2s`",
         longest.as_secs_f64()
     ))
 }

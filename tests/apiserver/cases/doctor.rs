@@ -1,4 +1,4 @@
-//! `warmroute doctor` in a cluster that is not well.
+//! `warmroute doctor` in a faulty cluster.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub(super) async fn absent_pool(plane: Arc<TestControlPlane>) -> CaseResult {
     let pools =
         [POOL, "misspelt"].map(|name| json!({"name": name, "worker": {"model": "qwen2.5"}}));
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"pools": pools}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"pools": pools}}}))
         .await?;
     let text = examine(&router).await?;
     // The other pool is examined: its engine does not answer.

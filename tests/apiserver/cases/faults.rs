@@ -1,4 +1,4 @@
-//! The API server and etcd end, stand still, restart and discard history.
+//! The API server and etcd stop, freeze, restart and discard history.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +36,7 @@ impl FaultSite {
             .create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5))
             .await?;
         let router = namespace
-            .start_router_with(json!({"kubernetes": {"silence": silence}}))
+            .start_router_with(json!({"workers": {"kubernetes": {"watch_timeout": silence}}}))
             .await?;
         router.wait_fleet(&[A]).await?;
         router.wait_cluster("\"priority\":5").await?;
@@ -45,7 +45,8 @@ impl FaultSite {
 }
 
 impl FaultSite {
-    /// A new pod and a changed objective, after a fault: how long until both are seen.
+    /// Creates a pod and changes an objective after a fault. Returns the time until both are
+    /// visible.
     async fn sees_changes(&self) -> anyhow::Result<Duration> {
         self.namespace
             .change_of(OBJECTIVES, "gold", &json!({"spec": {"priority": 6}}))
@@ -67,7 +68,8 @@ pub(super) async fn restart(plane: Arc<TestControlPlane>) -> CaseResult {
         .await?;
     plane.start_api_server(&[]).await?;
     let took = site.sees_changes().await?;
-    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    let noticed = noticed.as_secs_f64();
+    let took = took.as_secs_f64();
     Ok(format!(
         "SIGTERM: up 0 after {noticed:.1} s, fleet kept; new pod and changed objective seen within {took:.2} s once the API server is ready"
     ))
@@ -93,7 +95,7 @@ pub(super) async fn kill(plane: Arc<TestControlPlane>) -> CaseResult {
     );
     let log = site.router.log();
     let lines = log.lines().count() - lines;
-    // Refused or reset, by chance.
+    // The connection is either refused or reset.
     let names_cause = log.contains(&plane.address.to_string()) && log.contains("os error");
     ensure!(
         lines <= 6 && names_cause,
@@ -101,7 +103,8 @@ pub(super) async fn kill(plane: Arc<TestControlPlane>) -> CaseResult {
     );
     plane.start_api_server(&[]).await?;
     let took = site.sees_changes().await?;
-    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    let noticed = noticed.as_secs_f64();
+    let took = took.as_secs_f64();
     Ok(format!(
         "kill -9 for 10 s: up 0 after {noticed:.1} s, fleet kept, {during} of {during} exchanges routed, log lines with the \
          cause: {lines}; new pod and changed objective seen within {took:.2} s once the API server is ready"
@@ -123,9 +126,10 @@ pub(super) async fn freeze(plane: Arc<TestControlPlane>) -> CaseResult {
     site.namespace.create_pod("b", "127.0.1.2").await?;
     let took = site.router.wait_fleet(&[A, B]).await?;
     site.router.wait_up(POOL, true, PATIENCE).await?;
-    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    let noticed = noticed.as_secs_f64();
+    let took = took.as_secs_f64();
     Ok(format!(
-        "SIGSTOP: up 0 after {noticed:.1} s with `silence: 5s`, fleet kept; SIGCONT: new pod after {took:.1} s"
+        "SIGSTOP: up 0 after {noticed:.1} s with `watch_timeout: 5s`, fleet kept; SIGCONT: new pod after {took:.1} s"
     ))
 }
 
@@ -137,7 +141,7 @@ pub(super) async fn etcd_away(plane: Arc<TestControlPlane>) -> CaseResult {
         .keeps_fleet(Duration::from_secs(10), &[A])
         .await?;
     plane.start_etcd().await?;
-    let created = crate::support::ports::until(PATIENCE, async || {
+    let created = warmroute_testbed::ports::until(PATIENCE, async || {
         site.namespace.create_pod("b", "127.0.1.2").await.is_ok()
     });
     ensure!(created.await, "the API server does not find etcd again");
@@ -215,7 +219,8 @@ pub(super) async fn missed_changes_are_listed(plane: Arc<TestControlPlane>) -> C
     ))
 }
 
-/// Without its watch cache the API server answers 410 to a watch that resumes from before a compaction. Changes its flags, so it is the last.
+/// Without its watch cache the API server answers 410 to a watch that resumes from before a
+/// compaction. Changes its flags, so it is the last.
 pub(super) async fn expired_watches_are_listed(plane: Arc<TestControlPlane>) -> CaseResult {
     plane.kill_api_server().await?;
     plane.start_api_server(&["--watch-cache=false"]).await?;

@@ -47,7 +47,8 @@ fn files(source: &str) -> anyhow::Result<Vec<PathBuf>> {
 /// Path of an object; `None` if its kind is not installed.
 async fn object_path(plane: &TestControlPlane, object: &Value) -> anyhow::Result<Option<String>> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let (api, kind) = (text(&object["apiVersion"]), text(&object["kind"]));
+    let api = text(&object["apiVersion"]);
+    let kind = text(&object["kind"]);
     let page = collection(&api, None, "").trim_end_matches('/').to_owned();
     let (status, resources) = plane.admin.try_get(&page).await?;
     if status.as_u16() == 404 {
@@ -89,7 +90,7 @@ pub(super) async fn shipped_manifests(plane: Arc<TestControlPlane>) -> CaseResul
                         applied += 1;
                     }
                     None => {
-                        drop(absent.insert(object["kind"].as_str().unwrap_or_default().to_owned()))
+                        absent.insert(object["kind"].as_str().unwrap_or_default().to_owned());
                     }
                 }
             }

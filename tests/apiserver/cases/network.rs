@@ -30,7 +30,7 @@ async fn start_via(
     silence: &str,
 ) -> anyhow::Result<RouterProcess> {
     let options = namespace
-        .options(json!({"kubernetes": {"silence": silence}}))
+        .options(json!({"workers": {"kubernetes": {"watch_timeout": silence}}}))
         .await?;
     RouterProcess::start(RouterOptions {
         api_server: address,
@@ -55,7 +55,7 @@ impl ProxiedSite {
     }
 }
 
-/// Connections die without a sign, as behind a load balancer that has forgotten them.
+/// Connections die silently, as behind a load balancer that dropped their state.
 pub(super) async fn silent_connections_are_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "5s").await?;
     site.proxy.kill_silently();
@@ -66,15 +66,16 @@ pub(super) async fn silent_connections_are_replaced(plane: Arc<TestControlPlane>
         .await?;
     ensure!(
         took < Duration::from_secs(20),
-        "noticed after {took:?} with silence: 5s"
+        "noticed after {took:?} with watch_timeout: 5s"
     );
     Ok(format!(
-        "new pod after {:.1} s with `silence: 5s`",
+        "new pod after {:.1} s with `watch_timeout: 5s`",
         took.as_secs_f64()
     ))
 }
 
-/// Requests are taken and not answered, first by all connections, then by those of that time. With the default settings.
+/// Requests get no response, first on all connections, then on the existing ones. Uses the default
+/// settings.
 pub(super) async fn unanswered_requests_time_out(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "30s").await?;
     site.proxy.set(ProxyMode::Hold);
@@ -92,7 +93,8 @@ pub(super) async fn unanswered_requests_time_out(plane: Arc<TestControlPlane>) -
         .wait_fleet_within(Duration::from_secs(45), &[A, B])
         .await?;
     site.router.wait_up(POOL, true, PATIENCE).await?;
-    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    let noticed = noticed.as_secs_f64();
+    let took = took.as_secs_f64();
     Ok(format!(
         "nothing moves: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"
     ))
@@ -122,7 +124,8 @@ pub(super) async fn unavailable_while_running(plane: Arc<TestControlPlane>) -> C
         "{lines} lines within 20 s:\n{}",
         site.router.log()
     );
-    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    let noticed = noticed.as_secs_f64();
+    let took = took.as_secs_f64();
     Ok(format!(
         "503 for 20 s: up 0 after {noticed:.1} s, {lines} log lines; new pod {took:.1} s after it"
     ))

@@ -24,7 +24,7 @@ async fn start(
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"look_again": "3s"}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"resync_interval": "3s"}}}))
         .await?;
     router.wait_fleet(&[A]).await?;
     Ok((namespace, router))
@@ -39,7 +39,7 @@ pub(super) async fn rights_granted_later(plane: Arc<TestControlPlane>) -> CaseRe
     namespace.set_rules(RoleRules::WithOptionalKinds).await?;
     let took = router.wait_cluster("gold").await?;
     Ok(format!(
-        "forbidden; followed {:.1} s after the grant with `look_again: 3s`",
+        "forbidden; followed {:.1} s after the grant with `resync_interval: 3s`",
         took.as_secs_f64()
     ))
 }
@@ -58,7 +58,7 @@ pub(super) async fn objectives_change(plane: Arc<TestControlPlane>) -> CaseResul
     let mut foreign = objective(OBJECTIVES.api, "foreign", 9);
     foreign["spec"]["poolRef"]["name"] = json!("other");
     namespace.create_of(OBJECTIVES, &foreign).await?;
-    // The API server refuses what its definition excludes.
+    // The API server rejects values that the definition excludes.
     let path = namespace.path(OBJECTIVES.api, OBJECTIVES.plural);
     let mut odd = objective(OBJECTIVES.api, "odd", 1);
     odd["spec"]["priority"] = json!("high");

@@ -26,7 +26,7 @@ async fn granted_later(
         !router.is_up(POOL).await?,
         "discovery_up is 1 without the rights"
     );
-    // The wait between two attempts has grown to its longest.
+    // After 8 s the backoff has reached its maximum.
     router.keeps_fleet(Duration::from_secs(8), &[]).await?;
     namespace.set_rules(RoleRules::Shipped).await?;
     router.wait_fleet(&["a 127.0.1.1:8000"]).await
@@ -66,11 +66,11 @@ pub(super) async fn rights_taken_away(plane: Arc<TestControlPlane>) -> CaseResul
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace
-        .start_router_with(serde_json::json!({"kubernetes": {"silence": "2s"}}))
+        .start_router_with(serde_json::json!({"workers": {"kubernetes": {"watch_timeout": "2s"}}}))
         .await?;
     router.wait_fleet(&["a 127.0.1.1:8000"]).await?;
     namespace.set_rules(rules_with(&[], &[])).await?;
-    // A watch that was granted goes on until it ends.
+    // An established watch continues until its timeout.
     let noticed = router.wait_up(POOL, false, PATIENCE).await?;
     router
         .keeps_fleet(Duration::from_secs(2), &["a 127.0.1.1:8000"])
@@ -81,7 +81,8 @@ pub(super) async fn rights_taken_away(plane: Arc<TestControlPlane>) -> CaseResul
         .wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:8000"])
         .await?;
     router.wait_up(POOL, true, PATIENCE).await?;
-    let (noticed, back) = (noticed.as_secs_f64(), back.as_secs_f64());
+    let noticed = noticed.as_secs_f64();
+    let back = back.as_secs_f64();
     Ok(format!(
         "up 0 after {noticed:.1} s, fleet kept; new pod {back:.1} s after the grant"
     ))

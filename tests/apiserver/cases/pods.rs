@@ -1,20 +1,20 @@
-//! Pods through their life.
+//! Lifecycle of pods.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
+use warmroute_testbed::ports::until;
 
 use crate::control_plane::TestControlPlane;
 use crate::namespace::TestNamespace;
 use crate::objects::{POOL, engine_labels, pod, running};
 use crate::router::{PATIENCE, RouterProcess, pod_name};
 use crate::runner::CaseResult;
-use crate::support::ports::until;
 
 const A: &str = "a 127.0.1.1:8000";
-/// Long enough for a change to show.
+/// Time in which a change would become visible.
 const MOMENT: Duration = Duration::from_millis(400);
 
 /// A pool, the pod `a`, and warmroute that has it.
@@ -122,7 +122,7 @@ pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> Case
     times.add(site.router.wait_fleet(&[]).await?);
     site.namespace.create_pod("a", "127.0.1.7").await?;
     times.add(site.router.wait_fleet(&["a 127.0.1.7:8000"]).await?);
-    // At once, and with the same address: another worker.
+    // A pod that is recreated with the same address is another worker.
     let ids = async || {
         site.router
             .fleet_by(|worker| worker["id"].to_string())
@@ -431,13 +431,15 @@ pub(super) async fn unreadable_address(plane: Arc<TestControlPlane>) -> CaseResu
     ))
 }
 
-/// An address is used again before the object of its last pod is gone. The order of the uids is random, so there are several turns.
+/// An address is reused before the object of its previous pod is deleted. The order of uids is
+/// random, so the case repeats this.
 pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     for turn in 1..=6 {
         let ip = format!("127.0.2.{turn}");
-        let (old, new) = (format!("old{turn}"), format!("new{turn}"));
+        let old = format!("old{turn}");
+        let new = format!("new{turn}");
         site.namespace.create_pod(&old, &ip).await?;
         site.router
             .wait_fleet(&[A, &format!("{old} {ip}:8000")])
@@ -465,7 +467,7 @@ pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseR
     ))
 }
 
-/// Workers of Dynamo make their ids of the pod's name.
+/// Dynamo workers derive their ids from the pod name.
 pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -474,9 +476,9 @@ pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace
         .create_pod_with("labelled", "127.0.1.2", &labels)
         .await?;
-    let entry = json!({"name": POOL, "ids": "dynamo", "worker": {"model": "qwen2.5"}});
+    let entry = json!({"name": POOL, "instance_ids": "dynamo", "worker": {"model": "qwen2.5"}});
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"pools": [entry]}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"pools": [entry]}}}))
         .await?;
     router
         .wait_fleet(&["vllm-worker-0 127.0.1.1:8000", "labelled 127.0.1.2:8000"])

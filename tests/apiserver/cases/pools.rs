@@ -74,7 +74,7 @@ pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult
     router.wait_fleet(&[]).await?;
     select(json!({"app": POOL})).await?;
     router.wait_fleet(&[A]).await?;
-    // The definition accepts a key that is none; the API server then refuses the list of pods.
+    // The definition accepts an invalid label key; the API server then rejects the list of pods.
     select(json!({"bad key!": "x"})).await?;
     router.wait_up(POOL, false, PATIENCE).await?;
     router.keeps_fleet(MOMENT, &[A]).await?;
@@ -126,7 +126,7 @@ pub(super) async fn event_ports(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.create_pod("a", "127.0.1.1").await?;
     let entry = json!({"name": POOL, "worker": {"model": "qwen2.5", "kv_events": {"port": 5557}}});
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"pools": [entry]}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"pools": [entry]}}}))
         .await?;
     router.wait_fleet(&[A, "a 127.0.1.1:8001"]).await?;
     let sources = router

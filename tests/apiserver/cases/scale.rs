@@ -1,4 +1,4 @@
-//! Many pods, and a cluster in which nothing happens: CPU time and requests.
+//! CPU time and requests with many pods, and in an idle cluster.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -14,11 +14,11 @@ use crate::router::{PATIENCE, RouterProcess};
 use crate::runner::CaseResult;
 
 const PODS: usize = 500;
-/// Requests of the test at the same time.
+/// Maximum number of concurrent requests of the test.
 const PARALLEL: usize = 8;
 const IDLE_PERIOD: Duration = Duration::from_secs(30);
 
-/// CPU time and requests of warmroute while nothing happens.
+/// CPU time and requests of warmroute in an idle cluster.
 struct IdleUsage {
     cores: f64,
     requests: Vec<AuditRecord>,
@@ -26,7 +26,8 @@ struct IdleUsage {
 
 impl IdleUsage {
     async fn measure(namespace: &TestNamespace, router: &RouterProcess) -> anyhow::Result<Self> {
-        let (cpu, before) = (router.cpu()?, namespace.audit()?.len());
+        let cpu = router.cpu()?;
+        let before = namespace.audit()?.len();
         tokio::time::sleep(IDLE_PERIOD).await;
         let cores = (router.cpu()? - cpu).as_secs_f64() / IDLE_PERIOD.as_secs_f64();
         let requests = namespace.audit()?;
@@ -157,14 +158,15 @@ pub(super) async fn quiet_cluster(plane: Arc<TestControlPlane>) -> CaseResult {
         router.log()
     );
     ensure!(router.is_up(POOL).await?, "discovery_up is 0");
-    let series = format!("discovery_success_timestamp_seconds{{source=\"kubernetes {POOL}\"}}");
+    let series =
+        format!("discovery_last_success_timestamp_seconds{{source=\"kubernetes {POOL}\"}}");
     let success = router.metric(&series).await?.context("no timestamp")?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
     let age = now - success;
     // A watch lasts 30 s, and one of them was resumed in between.
     ensure!(
         age < IDLE_PERIOD.as_secs_f64() + 2.0,
-        "discovery_success_timestamp_seconds is {age:.0} s old"
+        "discovery_last_success_timestamp_seconds is {age:.0} s old"
     );
     let written = namespace
         .audit()?

@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde_json::{Value, json};
+use warmroute_testbed::ports::until;
 
 use crate::control_plane::{INFERENCE_POOLS, TestControlPlane};
 use crate::namespace::TestNamespace;
 use crate::objects::{POOL, engine_labels, inference_pool};
-use crate::pki::Authority;
+use crate::pki::TestAuthority;
 use crate::proxy::{ApiProxy, ProxyMode};
 use crate::router::{MountedAccount, PATIENCE, RouterOptions, RouterProcess};
 use crate::runner::CaseResult;
-use crate::support::ports::until;
 
 /// A pool of the configuration.
 fn pool_entry(name: &str) -> Value {
@@ -79,7 +79,7 @@ pub(super) async fn pool_of_other_namespace(plane: Arc<TestControlPlane>) -> Cas
     let mut entry = pool_entry(POOL);
     entry["namespace"] = json!(other.name);
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"pools": [entry]}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"pools": [entry]}}}))
         .await?;
     router.wait_log("forbidden").await?;
     ensure!(
@@ -106,7 +106,7 @@ pub(super) async fn two_pools(plane: Arc<TestControlPlane>) -> CaseResult {
         .await?;
     let pools = [POOL, "second", "misspelt"].map(pool_entry);
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"pools": pools}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"pools": pools}}}))
         .await?;
     router
         .wait_fleet(&["a 127.0.1.1:8000", "b 127.0.1.2:9000"])
@@ -134,7 +134,7 @@ pub(super) async fn pools_with_same_pods(plane: Arc<TestControlPlane>) -> CaseRe
     namespace.create_pod("a", "127.0.1.1").await?;
     let pools = [POOL, "second"].map(pool_entry);
     let router = namespace
-        .start_router_with(json!({"kubernetes": {"pools": pools}}))
+        .start_router_with(json!({"workers": {"kubernetes": {"pools": pools}}}))
         .await?;
     router.wait_fleet(&["a 127.0.1.1:8000"]).await?;
     router.wait_log("127.0.1.1:8000").await?;
@@ -151,7 +151,7 @@ pub(super) async fn pools_with_same_pods(plane: Arc<TestControlPlane>) -> CaseRe
     Ok("the first pool has the worker; a warning names the address".to_owned())
 }
 
-/// A newline at the end of the token and of the namespace, as tools write them that are no kubelet.
+/// Token and namespace end in a newline, as some tools write them.
 pub(super) async fn account_with_newlines(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -189,7 +189,7 @@ pub(super) async fn no_service_account(plane: Arc<TestControlPlane>) -> CaseResu
     ))
 }
 
-/// Starts with an account that is wrong, and replaces it after 6 s.
+/// Starts with a wrong account and replaces it after 6 s.
 async fn replaced_later(
     plane: &Arc<TestControlPlane>,
     wrong: impl FnOnce(&mut MountedAccount),
@@ -227,7 +227,7 @@ pub(super) async fn unknown_token_replaced(plane: Arc<TestControlPlane>) -> Case
 }
 
 pub(super) async fn wrong_authority_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
-    let wrong = |account: &mut MountedAccount| account.ca = Authority::new("another").cert;
+    let wrong = |account: &mut MountedAccount| account.ca = TestAuthority::new("another").cert;
     let took = replaced_later(&plane, wrong, "certificate").await?;
     Ok(format!(
         "names the certificate; fleet {:.1} s after the new ca.crt",
@@ -273,7 +273,10 @@ pub(super) async fn pool_by_labels(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.create_pod("other", "127.0.1.2").await?;
     let labelled =
         json!({"selector": {"app": "labelled"}, "ports": [9000], "worker": {"model": "qwen2.5"}});
-    let config = json!({"pool": null, "kubernetes": {"pools": [pool_entry(POOL), labelled]}});
+    let config = json!({
+        "process": {"pool": null},
+        "workers": {"kubernetes": {"pools": [pool_entry(POOL), labelled]}},
+    });
     let router = namespace.start_router_with(config).await?;
     router.wait_fleet(&["a 127.0.1.1:9000"]).await?;
     router.wait_up("app=labelled", true, PATIENCE).await?;

@@ -5,7 +5,7 @@ Run it with a Python that has both installed (of vLLM only a list is read; torch
     python tests/data/tokens/make_classes.py            # writes the three files below
     python tests/data/tokens/make_classes.py --check    # says what would change, and ends with 1 if anything would
 
-* src/prompt/rebuild/transformers.json: the table we choose by, taken from the mapping of transformers.
+* crates/tokens/src/prompt/rebuild/transformers.json: the table we choose by, taken from the mapping of transformers.
 * tests/data/tokens/classes/chosen.json: the class that the engine really chose, for every type of model and many named classes.
 * tests/data/tokens/classes/encodings.json.gz: tokens of awkward texts, of small tokenizers, by every class.
 """
@@ -31,7 +31,7 @@ from transformers.models.auto import tokenization_auto as auto
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 HERE = pathlib.Path(__file__).parent
-TABLE = HERE.parents[2] / "src/prompt/rebuild/transformers.json"
+TABLE = HERE.parents[2] / "crates/tokens/src/prompt/rebuild/transformers.json"
 
 VLLM = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 

@@ -1,5 +1,6 @@
-//! The fuzz target: a peer's bytes, sent in pieces through a socket pair. The events of the connection have to be those
-//! of a plain parser that sees all bytes at once, and memory may not exceed what was received.
+//! The fuzz target: a peer's bytes, sent in pieces through a socket pair. The events of the
+//! connection have to be those of a plain parser that sees all bytes at once, and memory may not
+//! exceed what was received.
 
 use std::cell::RefCell;
 
@@ -19,7 +20,7 @@ pub(crate) const LIMITS: MessageLimits = MessageLimits {
 const SKIPPED: u64 = 16;
 const COMMAND: u64 = 8 * 1024;
 
-/// What a peer's bytes amount to.
+/// The outcome of a peer's bytes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) ready: bool,

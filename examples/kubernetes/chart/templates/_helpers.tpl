@@ -5,9 +5,9 @@
 
 {{/* Where other replicas are served. */}}
 {{- define "warmroute.api" -}}
-{{- with .Values.config.api }}{{ include "warmroute.port" .listen }}{{ end -}}
+{{- with .Values.config.listeners.api }}{{ include "warmroute.port" .address }}{{ end -}}
 {{- end -}}
 
 {{- define "warmroute.xds" -}}
-{{- with .Values.config.envoy }}{{ with .xds }}{{ with .listen }}{{ include "warmroute.port" . }}{{ end }}{{ end }}{{ end -}}
+{{- with .Values.config.envoy }}{{ with .xds }}{{ with .address }}{{ include "warmroute.port" . }}{{ end }}{{ end }}{{ end -}}
 {{- end -}}

@@ -1,9 +1,10 @@
+use warmroute_core::index::TierBlocks;
+use warmroute_core::load::ActiveLoad;
+use warmroute_core::policy::Cost;
+use warmroute_core::router::{ComputingRank, Mode, Reason};
+use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
+
 use super::*;
-use crate::index::TierBlocks;
-use crate::load::Load;
-use crate::router::{ComputedBy, Mode, Reason};
-use crate::schedule::Cost;
-use crate::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
 fn rank(id: u64) -> WorkerRank {
     WorkerRank {
@@ -12,24 +13,24 @@ fn rank(id: u64) -> WorkerRank {
     }
 }
 
-fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
+fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> WorkerExplanation {
     let cost = total.map(|total| Cost {
         prefill_cost: total - 1.0,
         decode_cost: 1.0,
         total,
         ..Cost::default()
     });
-    Judged {
+    WorkerExplanation {
         rank: rank(id),
         endpoint: format!("10.0.0.{id}:8000").parse().unwrap(),
-        role: Role::Aggregated,
+        role: WorkerRole::Aggregated,
         overlap: TierBlocks {
             device: id as u32,
             ..TierBlocks::default()
         },
         source: Default::default(),
         cached_tokens: 16 * id,
-        load: Load {
+        load: ActiveLoad {
             active_blocks: 3,
             active_prefill_tokens: 1234,
             active_requests: 2,
@@ -41,8 +42,8 @@ fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
     }
 }
 
-fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
-    Explanation {
+fn explanation(phases: Vec<PhaseExplanation>) -> RouteExplanation {
+    RouteExplanation {
         requested_model: None,
         model: Some("m".into()),
         class: Some("default".into()),
@@ -60,22 +61,26 @@ fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
     }
 }
 
-#[test]
-fn the_winner_comes_first_the_excluded_last_and_numbers_end_in_one_column() {
-    let phase = PhaseExplained {
-        role: Role::Aggregated,
-        taken: true,
+/// Phase with a winner, a runner-up, a further candidate and an excluded rank.
+fn phase_of_four_ranks() -> PhaseExplanation {
+    PhaseExplanation {
+        role: WorkerRole::Aggregated,
+        used: true,
         winner: Some(rank(10)),
         runner_up: Some(rank(9)),
         margin: Some(0.5),
         ties: 1,
-        judged: vec![
+        workers: vec![
             judged(7, None, Some("is overloaded")),
             judged(8, Some(1020.25), None),
             judged(9, Some(12.5), None),
             judged(10, Some(12.0), None),
         ],
-    };
+    }
+}
+
+#[test]
+fn head_and_first_row_show_all_columns() {
     let expected = "\
 route    load_only (index_cold), after waiting, class default
 prompt   m, 66 tokens, 4 complete blocks of 16 tokens
@@ -85,7 +90,7 @@ prefill and decode: 3 of 4 worker ranks are candidates; winner 10/0, runner-up 9
                                    blocks:                         cached      live  prefill tokens:             decode blocks:
 worker  endpoint       role         device  host  disk  external  tokens  requests           active  with this          active  with this
 ";
-    let table = render(&explanation(vec![phase]));
+    let table = render(&explanation(vec![phase_of_four_ranks()]));
     let lines: Vec<&str> = table.lines().collect();
     assert_eq!(
         lines[..5],
@@ -110,6 +115,12 @@ worker  endpoint       role         device  host  disk  external  tokens  reques
         "8",
     ];
     assert_eq!(first(7), row, "{table}");
+}
+
+#[test]
+fn rows_are_ordered_and_columns_aligned() {
+    let table = render(&explanation(vec![phase_of_four_ranks()]));
+    let lines: Vec<&str> = table.lines().collect();
     let order: Vec<&str> = lines[14..18]
         .iter()
         .map(|line| line.split_whitespace().next().unwrap())
@@ -152,19 +163,19 @@ worker  endpoint       role         device  host  disk  external  tokens  reques
 }
 
 #[test]
-fn phases_without_a_choice_or_without_effect_say_so() {
-    let phase = |role, winner: Option<u64>| PhaseExplained {
+fn phases_without_winner_or_effect_are_marked() {
+    let phase = |role, winner: Option<u64>| PhaseExplanation {
         role,
-        taken: false,
+        used: false,
         winner: winner.map(rank),
         runner_up: None,
         margin: None,
         ties: 1,
-        judged: vec![judged(1, winner.map(|_| 2.0), None)],
+        workers: vec![judged(1, winner.map(|_| 2.0), None)],
     };
     let table = render(&explanation(vec![
-        phase(Role::Prefill, Some(1)),
-        phase(Role::Decode, None),
+        phase(WorkerRole::Prefill, Some(1)),
+        phase(WorkerRole::Decode, None),
     ]));
     let said = |text: &str| table.lines().any(|line| line == text);
     assert!(
@@ -172,7 +183,7 @@ fn phases_without_a_choice_or_without_effect_say_so() {
         "{table}"
     );
     assert!(
-        said("decode: 1 of 1 worker ranks are candidates; nobody is chosen"),
+        said("decode: 1 of 1 worker ranks are candidates; no worker is chosen"),
         "{table}"
     );
     assert!(
@@ -186,17 +197,17 @@ fn phases_without_a_choice_or_without_effect_say_so() {
 #[test]
 fn prediction_names_the_worker_that_computes_the_prompt() {
     let mut prefill = judged(1, Some(2.0), None);
-    prefill.role = Role::Prefill;
-    let phase = PhaseExplained {
-        role: Role::Prefill,
-        taken: true,
+    prefill.role = WorkerRole::Prefill;
+    let phase = PhaseExplanation {
+        role: WorkerRole::Prefill,
+        used: true,
         winner: Some(rank(1)),
         runner_up: None,
         margin: None,
         ties: 1,
-        judged: vec![prefill],
+        workers: vec![prefill],
     };
-    let computed_by = ComputedBy {
+    let computed_by = ComputingRank {
         rank: rank(1),
         overlap: TierBlocks {
             device: 2,
@@ -206,7 +217,7 @@ fn prediction_names_the_worker_that_computes_the_prompt() {
         best_cached_tokens: 32,
         chance_cached_tokens: 16,
     };
-    let table = render(&Explanation {
+    let table = render(&RouteExplanation {
         computed_by: Some(computed_by),
         ..explanation(vec![phase])
     });

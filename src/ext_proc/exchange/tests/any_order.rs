@@ -1,10 +1,12 @@
-//! What holds for every order of messages, sensible or not, read from the wire as Envoy's would be.
+//! Properties that hold for every order of messages, valid or not, parsed from the wire.
 
 use std::collections::HashMap;
 
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
+use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
     HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProtocolConfiguration,
 };
@@ -12,17 +14,17 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::ext_proc::message::Incoming;
+use crate::ext_proc::message::IncomingMessage;
 
-/// One thing that happens to an exchange.
+/// One input of an exchange.
 #[derive(Clone, Debug)]
 enum Step {
     Wire(Request),
-    /// The answer to a route that may never have been asked for.
+    /// The answer to a route that may never have been requested.
     Routed(bool),
-    /// The body takes too long, or there is no room for more of it.
+    /// The body is late, or the budget for bodies is exhausted.
     Deadline,
-    /// Another filter saw the first token.
+    /// Another filter observed the first token.
     FirstToken,
 }
 
@@ -91,7 +93,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// An exchange and everything that went in and came out.
+/// An exchange with all its inputs and outputs.
 struct Seen {
     exchange: Exchange,
     duplex: bool,
@@ -107,17 +109,17 @@ struct Seen {
 
 impl Seen {
     fn new(request: BodySendMode, response: BodySendMode) -> Self {
-        let answers = Answers {
+        let response_headers = ResponseHeaderOptions {
             mode: true,
             worker: true,
             prediction: true,
             why: true,
         };
-        let options = Options {
+        let options = ExchangeOptions {
             body_limit: 12,
-            answers,
+            response_headers,
             conformance: true,
-            ..Options::default()
+            ..ExchangeOptions::default()
         };
         let config = ProtocolConfiguration {
             request_body_mode: request.into(),
@@ -125,7 +127,7 @@ impl Seen {
             ..ProtocolConfiguration::default()
         };
         Self {
-            exchange: Exchange::new(Arc::new(options), Start::default()),
+            exchange: Exchange::new(Arc::new(options), ExchangeStart::default()),
             duplex: request == BodySendMode::FullDuplexStreamed,
             config: Some(config),
             sent: HashMap::new(),
@@ -142,7 +144,7 @@ impl Seen {
         let effects = match step {
             Step::Routed(steered) => {
                 self.exchange
-                    .on_route(if steered { to_worker() } else { to_nobody() })
+                    .on_route(if steered { to_worker() } else { to_no_worker() })
             }
             Step::Deadline => self.exchange.on_deadline(),
             Step::FirstToken => self.exchange.on_first_token(),
@@ -157,7 +159,7 @@ impl Seen {
                     protocol_config,
                     ..ProcessingRequest::default()
                 };
-                let incoming = Incoming::read(wire);
+                let incoming = IncomingMessage::parse(wire);
                 if let Some(modes) = incoming.modes {
                     self.exchange.configure(modes);
                 }
@@ -173,10 +175,10 @@ impl Seen {
         let name = match effect {
             Effect::Reply(reply) => return self.note_reply(reply.response.unwrap()),
             Effect::Route(_) => "route",
-            Effect::Answered(_) => "status",
+            Effect::ResponseStarted(_) => "status",
             Effect::FirstToken { .. } => "first token",
-            Effect::Finished => "finished",
-            Effect::Answer(_) => return,
+            Effect::Completed => "finished",
+            Effect::ResponseChunk(_) => return,
         };
         *self.effects.entry(name).or_default() += 1;
     }
@@ -205,11 +207,12 @@ impl Seen {
         self.names.push(name);
     }
 
-    /// Nothing is answered that was not sent, and nothing happens twice that can happen once.
+    /// Checks that every reply belongs to a message, and that nothing happens twice that must
+    /// happen once.
     fn check(&self) {
         for (name, replied) in &self.replied {
             let sent = self.sent.get(name).copied().unwrap_or(0);
-            // In full duplex a body may go back in other pieces than it came in.
+            // In full-duplex mode a body may be returned in other pieces.
             let pieces_differ = self.duplex && *name == "request body" && sent > 0;
             assert!(
                 *replied <= sent || pieces_differ,
@@ -258,7 +261,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_order_of_messages_makes_it_panic_or_answer_what_was_not_sent(
+    fn any_message_order_gets_only_due_replies(
         request in body_mode(), response in body_mode(), steps in vec(step(), 0..24),
     ) {
         let mut seen = Seen::new(request, response);
@@ -269,9 +272,9 @@ proptest! {
     }
 
     #[test]
-    fn full_duplex_returns_every_byte_once_and_in_order_whenever_the_route_comes(
+    fn full_duplex_returns_every_byte_once_in_order(
         inference: bool, steered: bool, trailers: bool,
-        chunks in vec(vec(any::<u8>(), 0..8), 0..10), route_after in 0..14usize, answer_after in 0..14usize,
+        chunks in vec(vec(any::<u8>(), 0..8), 0..10), route_after in 0..14usize, response_after in 0..14usize,
     ) {
         let mut seen = Seen::new(BodySendMode::FullDuplexStreamed, BodySendMode::None);
         let mut messages = vec![request_headers(inference, chunks.is_empty() && !trailers)];
@@ -281,7 +284,9 @@ proptest! {
         if trailers {
             messages.push(Request::RequestTrailers(HttpTrailers::default()));
         }
-        let (mut waited, mut routed, mut answered) = (0, false, 0);
+        let mut waited = 0;
+        let mut routed = false;
+        let mut steps_since_route = 0;
         let mut after = |seen: &mut Seen, least| {
             if seen.exchange.is_routing() {
                 waited += 1;
@@ -290,9 +295,9 @@ proptest! {
                     routed = true;
                 }
             } else if routed {
-                // A worker may answer before the request has ended.
-                answered += 1;
-                if answered == answer_after {
+                // A worker may respond before the request has ended.
+                steps_since_route += 1;
+                if steps_since_route == response_after {
                     seen.take(Step::Wire(response_headers(true, false)));
                 }
             }

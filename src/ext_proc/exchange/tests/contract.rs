@@ -1,62 +1,63 @@
-//! What gateways and operators may ask for beyond the plain way: names, lists, edits, parts of bodies, other eyes.
+//! Optional behavior of gateways and operators: names, endpoint lists, edited and partial bodies,
+//! other filters.
 
 use super::*;
-use crate::ext_proc::config::Observe;
-use crate::ext_proc::headers::AnsweredBy;
-use crate::ext_proc::metadata::Told;
+use crate::ext_proc::config::ObserveMode;
+use crate::ext_proc::headers::ResponseSource;
+use crate::ext_proc::metadata::GatewayMetadata;
 
-fn with(options: Options) -> Exchange {
-    let modes = Modes {
+fn with(options: ExchangeOptions) -> Exchange {
+    let modes = BodyModes {
         request: BodyMode::Buffered,
         response: BodyMode::None,
     };
-    let mut exchange = exchange_with(options, Start::default(), modes);
+    let mut exchange = exchange_with(options, ExchangeStart::default(), modes);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
     exchange
 }
 
-fn edited(body: &'static [u8]) -> Directions {
-    let restore = Some(Renamed {
+fn edited(body: &'static [u8]) -> RouteReply {
+    let restore = Some(ModelRename {
         served: "target".into(),
-        asked: "asked-for".into(),
+        requested: "requested".into(),
     });
-    let edit = Some(Edit {
+    let edit = Some(BodyEdit {
         body: body.into(),
-        restore,
+        model_rename: restore,
     });
-    Directions {
-        edit,
+    RouteReply {
+        body_edit: edit,
         ..to_worker().into()
     }
 }
 
 #[test]
-fn the_route_is_looked_for_again_where_that_is_wanted() {
-    let mut exchange = with(Options {
+fn route_cache_is_cleared_if_configured() {
+    let mut exchange = with(ExchangeOptions {
         clear_route_cache: true,
         ..options()
     });
     let line = short(exchange.on_route(to_worker())).remove(0);
     assert!(line.contains(" +route"), "{line}");
-    let mut exchange = with(Options {
+    let mut exchange = with(ExchangeOptions {
         clear_route_cache: true,
         ..options()
     });
-    assert_eq!(short(exchange.on_route(to_nobody())), ["request body"]);
+    assert_eq!(short(exchange.on_route(to_no_worker())), ["request body"]);
 }
 
 #[test]
-fn a_list_of_endpoints_is_the_same_in_header_and_metadata_and_scores_are_beside_it() {
+fn endpoint_list_and_scores_are_in_metadata() {
     let second = "[2001:db8::1]:8000".parse().unwrap();
     let first = to_worker().to.unwrap().endpoint;
-    let steer = Steer {
+    let target = RouteTarget {
         fallbacks: vec![second],
         scores: vec![(first, 0.0), (second, 3.0)],
         ..to_worker()
     };
     let mut exchange = with(options());
-    let Effect::Reply(reply) = exchange.on_route(steer).remove(0) else {
+    let Effect::Reply(reply) = exchange.on_route(target).remove(0) else {
         panic!("no reply")
     };
     let lb = &reply.dynamic_metadata.as_ref().unwrap().fields["envoy.lb"];
@@ -74,12 +75,12 @@ fn a_list_of_endpoints_is_the_same_in_header_and_metadata_and_scores_are_beside_
 }
 
 #[test]
-fn an_edited_body_goes_on_with_its_own_length_and_the_answer_names_the_model_that_was_asked_for() {
+fn edited_body_has_own_length_and_restores_model() {
     let mut exchange = with(options());
     let lines = short(exchange.on_route(edited(b"{\"model\":\"target\"}")));
     let expected = format!(
         "request body content-length=18 {} body {{\"model\":\"target\"}} +metadata",
-        STEERED.strip_suffix(" +metadata").unwrap()
+        ROUTE_HEADERS.strip_suffix(" +metadata").unwrap()
     );
     assert_eq!(lines, [expected]);
     let head = "response headers x-warmroute-mode=exact -content-length mode 2/1";
@@ -87,8 +88,8 @@ fn an_edited_body_goes_on_with_its_own_length_and_the_answer_names_the_model_tha
         short(exchange.on_message(response(false, false))),
         [head, "status 200", "first token"]
     );
-    let first = short(exchange.on_message(answer(b"{\"id\":1,\"mod", false)));
-    let second = short(exchange.on_message(answer(b"el\": \"target\"}", true)));
+    let first = short(exchange.on_message(response_body(b"{\"id\":1,\"mod", false)));
+    let second = short(exchange.on_message(response_body(b"el\": \"target\"}", true)));
     let body = |lines: &[String]| {
         lines[0]
             .strip_prefix("response body body ")
@@ -97,31 +98,32 @@ fn an_edited_body_goes_on_with_its_own_length_and_the_answer_names_the_model_tha
     };
     assert_eq!(
         body(&first) + &body(&second),
-        "{\"id\":1,\"model\": \"asked-for\"}"
+        "{\"id\":1,\"model\": \"requested\"}"
     );
 }
 
 #[test]
-fn an_edited_body_goes_back_whole_in_full_duplex() {
+fn edited_body_is_returned_whole_in_full_duplex() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::FullDuplex);
     exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{\"model\":\"asked-for\"}", false));
+    exchange.on_message(body(b"{\"model\":\"requested\"}", false));
     exchange.on_message(body(b"", true));
     let lines = short(exchange.on_route(edited(b"{\"model\":\"target\"}")));
     assert_eq!(
         lines,
         [
-            format!("request headers content-length=18 {STEERED}"),
+            format!("request headers content-length=18 {ROUTE_HEADERS}"),
             "request body 18 end".into()
         ]
     );
     exchange.on_message(response(true, false));
-    let lines = short(exchange.on_message(answer(b"data: {\"model\":\"target\"}\n\n", true)));
+    let lines =
+        short(exchange.on_message(response_body(b"data: {\"model\":\"target\"}\n\n", true)));
     assert_eq!(lines[0], "response body 29 end");
 }
 
 #[test]
-fn a_partly_buffered_body_is_routed_by_its_beginning() {
+fn partially_buffered_body_is_routed_by_its_beginning() {
     let mut partial = exchange(BodyMode::BufferedPartial, BodyMode::None);
     partial.on_message(headers(CHAT, false));
     assert_eq!(
@@ -134,7 +136,7 @@ fn a_partly_buffered_body_is_routed_by_its_beginning() {
         short(whole.on_message(body(b"{}", true))),
         ["route whole 2"]
     );
-    // A buffered body that trailers follow is all there is.
+    // A buffered body followed by trailers is complete.
     let mut trailers = exchange(BodyMode::Buffered, BodyMode::None);
     trailers.on_message(headers(CHAT, false));
     assert_eq!(
@@ -144,21 +146,24 @@ fn a_partly_buffered_body_is_routed_by_its_beginning() {
 }
 
 #[test]
-fn a_body_that_takes_too_long_in_full_duplex_is_routed_by_what_has_come_and_passes_whole() {
+fn late_full_duplex_body_is_routed_and_passes_whole() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     let head = RequestHead {
         path: CHAT.into(),
         content_length: Some(9),
         ..RequestHead::default()
     };
-    exchange.on_message(Message::RequestHeaders { head, end: false });
+    exchange.on_message(ExchangeMessage::RequestHeaders {
+        head,
+        end_of_stream: false,
+    });
     assert!(exchange.is_gathering());
     exchange.on_message(body(b"{\"mod", false));
-    assert_eq!(exchange.held(), 5);
+    assert_eq!(exchange.buffered_bytes(), 5);
     assert_eq!(short(exchange.on_deadline()), ["route cut 5 of Some(9)"]);
     assert!(!exchange.is_gathering());
     let expected = [
-        format!("request headers content-length=9 {STEERED}"),
+        format!("request headers content-length=9 {ROUTE_HEADERS}"),
         "request body 5".into(),
     ];
     assert_eq!(short(exchange.on_route(to_worker())), expected);
@@ -176,15 +181,15 @@ fn a_body_that_takes_too_long_in_full_duplex_is_routed_by_what_has_come_and_pass
 }
 
 #[test]
-fn where_another_filter_sees_the_first_token_the_body_is_not_asked_for() {
-    let start = Start {
-        probed_as: Some("7".into()),
-        ..Start::default()
+fn body_is_not_requested_beside_probe_filter() {
+    let start = ExchangeStart {
+        exchange_key: Some("7".into()),
+        ..ExchangeStart::default()
     };
     let mut exchange = exchange_with(
         options(),
         start,
-        Modes {
+        BodyModes {
             request: BodyMode::Buffered,
             response: BodyMode::None,
         },
@@ -209,7 +214,7 @@ fn where_another_filter_sees_the_first_token_the_body_is_not_asked_for() {
 }
 
 #[test]
-fn what_is_shown_of_an_answer_is_what_is_asked_for() {
+fn observe_mode_decides_shown_response_body() {
     let plain = [
         "response headers x-warmroute-mode=exact",
         "status 200",
@@ -220,47 +225,31 @@ fn what_is_shown_of_an_answer_is_what_is_asked_for() {
         "status 200",
         "first token",
     ];
-    let headers_only = Directions {
+    let headers_only = RouteReply {
         first_token_with_headers: true,
         ..to_worker().into()
     };
-    let cases: [(Observe, bool, Directions, bool, &[&str]); 6] = [
-        (Observe::Off, false, to_worker().into(), true, &plain),
-        (Observe::FirstToken, false, headers_only, true, &plain),
-        (
-            Observe::FirstToken,
-            false,
-            to_worker().into(),
-            true,
-            &watched[..2],
-        ),
-        (Observe::Usage, false, to_worker().into(), false, &watched),
-        (
-            Observe::Sampled(0.5),
-            true,
-            to_worker().into(),
-            false,
-            &watched,
-        ),
-        (
-            Observe::Sampled(0.5),
-            false,
-            to_worker().into(),
-            false,
-            &plain,
-        ),
+    let reply = || RouteReply::from(to_worker());
+    let half = ObserveMode::Sampled(0.5);
+    let cases: [(ObserveMode, bool, RouteReply, bool, &[&str]); 6] = [
+        (ObserveMode::Off, false, reply(), true, &plain),
+        (ObserveMode::FirstToken, false, headers_only, true, &plain),
+        (ObserveMode::FirstToken, false, reply(), true, &watched[..2]),
+        (ObserveMode::Usage, false, reply(), false, &watched),
+        (half, true, reply(), false, &watched),
+        (half, false, reply(), false, &plain),
     ];
     for (observe, sampled, directions, event_stream, expected) in cases {
-        let start = Start {
-            sampled,
-            ..Start::default()
+        let start = ExchangeStart {
+            is_sampled: sampled,
+            ..ExchangeStart::default()
         };
-        let modes = Modes {
+        let modes = BodyModes {
             request: BodyMode::Buffered,
             response: BodyMode::None,
         };
         let mut exchange = exchange_with(
-            Options {
+            ExchangeOptions {
                 observe,
                 ..options()
             },
@@ -279,51 +268,51 @@ fn what_is_shown_of_an_answer_is_what_is_asked_for() {
 }
 
 #[test]
-fn the_subset_may_come_with_the_headers_or_with_the_body() {
-    let subset = |entries: &str| Told {
-        subset: Some(Subset::parse([entries])),
-        ..Told::default()
+fn subset_is_accepted_with_headers_or_body() {
+    let subset = |entries: &str| GatewayMetadata {
+        subset: Some(EndpointSubset::parse([entries])),
+        ..GatewayMetadata::default()
     };
     for with_body in [false, true] {
         let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-        exchange.hear(if with_body {
-            Told::default()
+        exchange.apply_metadata(if with_body {
+            GatewayMetadata::default()
         } else {
             subset("10.0.0.1:8000")
         });
         exchange.on_message(headers(CHAT, false));
-        exchange.hear(if with_body {
+        exchange.apply_metadata(if with_body {
             subset("10.0.0.1:8000")
         } else {
-            Told::default()
+            GatewayMetadata::default()
         });
         let Effect::Route(inbound) = exchange.on_message(body(b"{}", true)).remove(0) else {
             panic!("no route")
         };
         assert_eq!(
             inbound.subset,
-            Some(Subset::parse(["10.0.0.1:8000"])),
+            Some(EndpointSubset::parse(["10.0.0.1:8000"])),
             "{with_body}"
         );
     }
 }
 
 #[test]
-fn the_pool_may_come_with_the_headers_or_with_the_body() {
-    let pool = |name: &str| Told {
+fn pool_is_accepted_with_headers_or_body() {
+    let pool = |name: &str| GatewayMetadata {
         pool: Some(name.to_owned()),
-        ..Told::default()
+        ..GatewayMetadata::default()
     };
     for (first, second, expected) in [
-        (pool("p"), Told::default(), Some("p")),
-        (Told::default(), pool("p"), Some("p")),
+        (pool("p"), GatewayMetadata::default(), Some("p")),
+        (GatewayMetadata::default(), pool("p"), Some("p")),
         (pool("p"), pool("q"), Some("q")),
-        (Told::default(), Told::default(), None),
+        (GatewayMetadata::default(), GatewayMetadata::default(), None),
     ] {
         let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-        exchange.hear(first);
+        exchange.apply_metadata(first);
         exchange.on_message(headers(CHAT, false));
-        exchange.hear(second);
+        exchange.apply_metadata(second);
         let Effect::Route(inbound) = exchange.on_message(body(b"{}", true)).remove(0) else {
             panic!("no route")
         };
@@ -332,12 +321,12 @@ fn the_pool_may_come_with_the_headers_or_with_the_body() {
 }
 
 #[test]
-fn a_request_without_a_name_gets_one() {
-    let start = Start {
+fn request_without_id_is_assigned_one() {
+    let start = ExchangeStart {
         request_id: "made".into(),
-        ..Start::default()
+        ..ExchangeStart::default()
     };
-    let modes = Modes {
+    let modes = BodyModes {
         request: BodyMode::FullDuplex,
         response: BodyMode::None,
     };
@@ -348,8 +337,8 @@ fn a_request_without_a_name_gets_one() {
 }
 
 #[test]
-fn conformance_tests_are_told_who_was_chosen_and_who_served() {
-    let mut exchange = with(Options {
+fn conformance_headers_name_chosen_and_serving_endpoint() {
+    let mut exchange = with(ExchangeOptions {
         conformance: true,
         ..options()
     });
@@ -358,18 +347,22 @@ fn conformance_tests_are_told_who_was_chosen_and_who_served() {
         line.contains("x-echo-set-header=x-conformance-test-served-endpoint:10.0.0.1:8000"),
         "{line}"
     );
-    let from = AnsweredBy::Worker("10.0.0.2:8000".parse().unwrap());
+    let from = ResponseSource::Worker("10.0.0.2:8000".parse().unwrap());
     let head = ResponseHead {
         status: 200,
-        from,
+        source: from,
         ..ResponseHead::default()
     };
-    let line = short(exchange.on_message(Message::ResponseHeaders { head, end: true })).remove(0);
+    let line = short(exchange.on_message(ExchangeMessage::ResponseHeaders {
+        head,
+        end_of_stream: true,
+    }))
+    .remove(0);
     assert!(
         line.ends_with("x-conformance-test-served-endpoint=10.0.0.2:8000"),
         "{line}"
     );
-    let mut exchange = with(Options {
+    let mut exchange = with(ExchangeOptions {
         conformance: true,
         ..options()
     });
@@ -382,10 +375,10 @@ fn conformance_tests_are_told_who_was_chosen_and_who_served() {
 }
 
 #[test]
-fn what_envoy_would_not_show_is_not_waited_for() {
+fn first_token_is_not_awaited_without_response_body() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{\"model\":\"asked-for\"}", true));
+    exchange.on_message(body(b"{\"model\":\"requested\"}", true));
     exchange.on_route(edited(b"{\"model\":\"target\"}"));
     let head = [
         "response headers x-warmroute-mode=exact",
@@ -396,22 +389,25 @@ fn what_envoy_would_not_show_is_not_waited_for() {
 }
 
 #[test]
-fn answers_are_looked_at_only_where_their_usage_is_wanted() {
+fn usage_is_scanned_only_if_configured() {
     for (observe, expected) in [
-        (Observe::FirstToken, &["response body", "first token"][..]),
         (
-            Observe::Usage,
+            ObserveMode::FirstToken,
+            &["response body", "first token"][..],
+        ),
+        (
+            ObserveMode::Usage,
             &["response body", "first token", "answer 4"],
         ),
     ] {
-        let mut exchange = with(Options {
+        let mut exchange = with(ExchangeOptions {
             observe,
             ..options()
         });
         exchange.on_route(to_worker());
         exchange.on_message(response(true, false));
         assert_eq!(
-            short(exchange.on_message(answer(b"data", false))),
+            short(exchange.on_message(response_body(b"data", false))),
             expected,
             "{observe}"
         );

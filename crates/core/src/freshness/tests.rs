@@ -1,0 +1,260 @@
+use std::time::Duration;
+
+use super::*;
+
+fn batch(at: Instant, number: u64) -> ReceivedBatch {
+    ReceivedBatch {
+        at,
+        unix: 100.0,
+        written: Some(99.5),
+        number,
+    }
+}
+
+fn attached() -> EventSourceState {
+    let mut source = EventSourceState::new(1.0);
+    source.set_link(SourceLink::Attached);
+    source
+}
+
+fn stands(source: &EventSourceState) -> (IndexFreshness, Option<StaleReason>) {
+    let standing = source.status();
+    (standing.freshness, standing.reason)
+}
+
+type Case = (
+    &'static str,
+    fn(&mut EventSourceState),
+    IndexFreshness,
+    Option<StaleReason>,
+);
+
+fn check(cases: &[Case]) {
+    for (name, happens, trust, because) in cases {
+        let mut source = attached();
+        happens(&mut source);
+        assert_eq!(stands(&source), (*trust, *because), "{name}");
+    }
+}
+
+#[test]
+fn history_determines_source_status() {
+    let mismatch = |source: &mut EventSourceState| {
+        source.set_unusable(StaleReason::BlockSizeMismatch, BlockSize::new(24))
+    };
+    check(&[
+        ("new", |_| {}, IndexFreshness::Exact, None),
+        (
+            "replaying",
+            |source| source.set_link(SourceLink::Replaying),
+            IndexFreshness::CatchingUp,
+            Some(StaleReason::Replaying),
+        ),
+        (
+            "detached",
+            |source| source.set_link(SourceLink::Connecting),
+            IndexFreshness::Stale,
+            Some(StaleReason::Detached),
+        ),
+        (
+            "undecodable",
+            EventSourceState::record_undecodable,
+            IndexFreshness::Stale,
+            Some(StaleReason::Undecodable),
+        ),
+        (
+            "unusable",
+            mismatch,
+            IndexFreshness::Absent,
+            Some(StaleReason::BlockSizeMismatch),
+        ),
+        (
+            "a new engine with other blocks",
+            |source| {
+                source.set_unusable(StaleReason::BlockSizeMismatch, BlockSize::new(24));
+                source.record_restart();
+            },
+            IndexFreshness::Exact,
+            None,
+        ),
+    ]);
+    assert_eq!(
+        stands(&EventSourceState::new(0.0)),
+        (IndexFreshness::CatchingUp, Some(StaleReason::Connecting))
+    );
+}
+
+#[test]
+fn lost_batches_make_blocks_stale_or_unreported() {
+    fn lost(source: &mut EventSourceState) {
+        source.record_lost(3);
+        source.mark_unreported();
+        source.set_stale_blocks(7);
+    }
+    check(&[
+        (
+            "lost",
+            lost,
+            IndexFreshness::Stale,
+            Some(StaleReason::LostBatches),
+        ),
+        // A rank without blocks has no stale ones, but blocks stored in the meantime are unknown.
+        (
+            "batches were lost before any block was stored",
+            EventSourceState::mark_unreported,
+            IndexFreshness::Incomplete,
+            Some(StaleReason::UnreportedBlocks),
+        ),
+        (
+            "confirmed",
+            |source| {
+                lost(source);
+                source.set_stale_blocks(0);
+            },
+            IndexFreshness::Incomplete,
+            Some(StaleReason::UnreportedBlocks),
+        ),
+        (
+            "forgotten",
+            |source| {
+                lost(source);
+                source.record_emptied();
+            },
+            IndexFreshness::Incomplete,
+            Some(StaleReason::UnreportedBlocks),
+        ),
+        (
+            "evicted",
+            |source| {
+                lost(source);
+                source.set_stale_blocks(0);
+                source.set_unreported(false);
+            },
+            IndexFreshness::Exact,
+            None,
+        ),
+        (
+            "cleared",
+            |source| {
+                lost(source);
+                source.record_cleared();
+            },
+            IndexFreshness::Exact,
+            None,
+        ),
+    ]);
+}
+
+#[test]
+fn silent_after_answers_until_next_batch() {
+    let rules = FreshnessRules {
+        silence_requests: 2,
+        silence_after: Duration::from_secs(5),
+        ..FreshnessRules::default()
+    };
+    let mut source = attached();
+    let start = Instant::now();
+    let at = |seconds: u64| start + Duration::from_secs(seconds);
+    source.record_answer(at(0), at(1));
+    source.check_silence(at(60), &rules);
+    assert!(!source.is_silent(), "one request proves nothing");
+    source.record_answer(at(2), at(60));
+    assert_eq!(source.facts().requests_without_events, 2);
+    source.check_silence(at(5), &rules);
+    assert!(!source.is_silent(), "its batch may still be on its way");
+    source.check_silence(at(6), &rules);
+    assert_eq!(
+        stands(&source),
+        (IndexFreshness::Stale, Some(StaleReason::Silent))
+    );
+    source.record_batch(batch(at(7), 4));
+    assert_eq!(
+        (stands(&source).0, source.facts().requests_without_events),
+        (IndexFreshness::Exact, 0)
+    );
+    // Routed before the batch arrived, which may have contained its blocks.
+    (0..5).for_each(|_| source.record_answer(at(6), at(8)));
+    source.check_silence(at(60), &rules);
+    assert!(!source.is_silent());
+}
+
+#[test]
+fn alternating_batches_of_two_ranks_make_source_unusable() {
+    let mut source = attached();
+    for _ in 0..10 {
+        source.record_batch_rank(false);
+        for _ in 0..OWN_IN_A_ROW - 1 {
+            source.set_block_size(BlockSize::new(16).unwrap());
+            source.record_batch_rank(true);
+            assert_eq!(
+                stands(&source),
+                (IndexFreshness::Absent, Some(StaleReason::OtherRank))
+            );
+        }
+    }
+    source.record_batch_rank(true);
+    assert_eq!(
+        stands(&source),
+        (IndexFreshness::Exact, None),
+        "the previous source is gone"
+    );
+    source.record_batch_rank(false);
+    source.record_restart();
+    assert_eq!(
+        stands(&source),
+        (IndexFreshness::Exact, None),
+        "a new engine"
+    );
+}
+
+#[test]
+fn stats_report_last_batch_and_clock_skew() {
+    let mut source = attached();
+    source.record_batch(batch(Instant::now(), 9));
+    let facts = source.facts();
+    assert_eq!((facts.lag_seconds, facts.clock_skew), (Some(0.5), false));
+    assert_eq!(
+        (facts.last_number, facts.last_event, facts.batches),
+        (Some(9), Some(100.0), 1)
+    );
+    source.record_batch(ReceivedBatch {
+        written: Some(101.0),
+        ..batch(Instant::now(), 10)
+    });
+    assert_eq!(
+        (source.facts().lag_seconds, source.facts().clock_skew),
+        (Some(-1.0), true)
+    );
+}
+
+#[test]
+fn since_changes_only_with_status() {
+    let mut source = attached();
+    assert!(!source.update(5.0, EventSourceState::record_gap));
+    assert_eq!(source.facts().since, 1.0);
+    assert!(source.update(6.0, EventSourceState::record_undecodable));
+    assert_eq!((source.facts().since, source.facts().gaps), (6.0, 1));
+}
+
+#[test]
+fn only_stale_sources_reduce_credit() {
+    let rules = FreshnessRules {
+        stale_credit: 0.25,
+        ..FreshnessRules::default()
+    };
+    let credit = IndexFreshness::ALL.map(|trust| rules.credit(SourceStatus::new(trust, None)));
+    assert_eq!(
+        credit,
+        [1.0, 1.0, 0.25, 0.25, 1.0],
+        "blocks of an incomplete source are correct"
+    );
+    let absent = |because| rules.credit(SourceStatus::new(IndexFreshness::Absent, Some(because)));
+    assert_eq!(
+        (
+            absent(StaleReason::NoSource),
+            absent(StaleReason::BlockSizeMismatch),
+            absent(StaleReason::OtherRank)
+        ),
+        (1.0, 0.0, 0.0)
+    );
+}

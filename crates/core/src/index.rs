@@ -1,0 +1,52 @@
+//! Index of the cached prefixes of all worker ranks, by storage tier.
+//!
+//! Blocks lie in compressed tries that are navigated by local hashes, so a query compares long runs
+//! of memory. The mapping from engine hashes to blocks is private to the writer of each rank.
+//!
+//! The tries are sharded by the first block of the prompt, with one lock each. A query and a stored
+//! run of blocks each lie in one shard. A reader therefore sees every event completely or not at
+//! all, and waits for at most one event.
+
+mod arena;
+mod cache_groups;
+mod checkpoints;
+mod children;
+pub mod dump;
+pub mod event;
+mod extents;
+mod ids;
+mod layers;
+mod limits;
+mod overlaps;
+mod owner_table;
+mod owners;
+mod path_writer;
+mod position;
+mod prefix_index;
+mod reinsertion;
+mod salts;
+mod shared_position;
+mod sizes;
+mod slab;
+mod stale_blocks;
+mod stats;
+mod trie;
+mod watch;
+mod watched_prefixes;
+mod writer;
+
+pub use event::{ApplyOutcome, GroupNeed, KvEvent, StoredBlock};
+pub use limits::BlockLimits;
+pub use overlaps::{Overlaps, TierBlocks};
+pub use owner_table::HybridSlots;
+pub(crate) use path_writer::{InsertedPath, PathEnd, PathWriter};
+pub use position::{EventPosition, ReaderGroup, ReaderState};
+pub use prefix_index::PrefixIndex;
+pub use salts::SaltTable;
+pub use shared_position::SharedPosition;
+pub use stats::{BlockCounts, EventCursor, IndexStats, SlotStats};
+pub use watch::PrefixWatch;
+pub use writer::{PurgedBlocks, RankWriter, ReconcileReport};
+
+#[cfg(test)]
+mod tests;

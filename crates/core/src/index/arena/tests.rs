@@ -1,0 +1,236 @@
+use std::collections::BTreeMap;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+
+/// Limits the number of chunks.
+pub(in crate::index) fn limit(arena: &mut BlockArena, chunks: usize) {
+    arena.max_chunks = chunks;
+}
+
+/// Returns the numbers of free and used positions.
+pub(in crate::index) fn counts(arena: &BlockArena) -> (usize, usize) {
+    (arena.free, arena.used)
+}
+
+/// Returns the number of positions with memory.
+pub(in crate::index) fn capacity(arena: &BlockArena) -> usize {
+    arena
+        .chunks
+        .iter()
+        .map(|chunk| chunk.run_ids.capacity())
+        .sum()
+}
+
+/// Panics if the free lists do not match the used extents.
+pub(in crate::index) fn check(arena: &BlockArena, used: &BTreeMap<u32, u32>) {
+    let mut free = BTreeMap::new();
+    for (list, &head) in arena.free_lists.iter().enumerate() {
+        let mut before = LIST_END;
+        let mut at = head;
+        while at != LIST_END {
+            let len = arena.free_len(at);
+            assert!(
+                len > 0 && len.ilog2() as usize == list,
+                "{len} in list {list}"
+            );
+            let (back, next) = arena.free_links(at);
+            assert_eq!(back, before, "the list does not lead back");
+            assert!(free.insert(at, len).is_none(), "listed twice");
+            before = at;
+            at = next;
+        }
+    }
+    assert_eq!(
+        arena.free,
+        free.values().map(|len| *len as usize).sum::<usize>()
+    );
+    assert_eq!(
+        arena.used,
+        used.values().map(|len| *len as usize).sum::<usize>()
+    );
+    for (number, chunk) in arena.chunks.iter().enumerate() {
+        let is_last = number + 1 == arena.chunks.len();
+        let bare = arena.empty_chunks.contains(&(number as u32));
+        assert_eq!(chunk.locals.len(), chunk.run_ids.len());
+        assert!(
+            is_last || chunk.run_ids.len() == if bare { 0 } else { CHUNK },
+            "chunk {number} is not whole"
+        );
+        let mut at = (number * CHUNK) as u32;
+        let mut was_free = false;
+        let end = at + chunk.run_ids.len() as u32;
+        while at < end {
+            let is_free = free.contains_key(&at);
+            let len = free.get(&at).or_else(|| used.get(&at)).copied();
+            let len = len.unwrap_or_else(|| panic!("position {at} is neither free nor in use"));
+            assert!(
+                !(is_free && was_free),
+                "free neighbours at {at} were not joined"
+            );
+            if is_free {
+                assert!((at..at + len).all(|at| arena.run_at(at).is_none()));
+            }
+            at += len;
+            was_free = is_free;
+        }
+        assert_eq!(at, end);
+        // Unless another chunk was about to follow, but the limit was reached.
+        assert!(
+            !(is_last && was_free && arena.chunks.len() < arena.max_chunks),
+            "the last chunk ends with free positions"
+        );
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Take(usize, usize),
+    Behind(usize, usize),
+    Give(usize),
+    GiveTail(usize, u32),
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (1..200usize, 1..65usize).prop_map(|(want, least)| Step::Take(want, least)),
+        2 => (1..9usize, 1..2usize).prop_map(|(want, least)| Step::Take(want, least)),
+        2 => (any::<usize>(), 1..100usize).prop_map(|(pick, want)| Step::Behind(pick, want)),
+        5 => any::<usize>().prop_map(Step::Give),
+        2 => (any::<usize>(), 1..60u32).prop_map(|(pick, len)| Step::GiveTail(pick, len)),
+    ]
+}
+
+/// Used extents. Each contains its own start, so overlapping ones are detected.
+#[derive(Default)]
+struct Bed {
+    arena: BlockArena,
+    used: BTreeMap<u32, u32>,
+    most: usize,
+}
+
+impl Bed {
+    fn enter(&mut self, first: u32, len: u32) {
+        let overlapping = self
+            .used
+            .range(..first + len)
+            .next_back()
+            .is_some_and(|(at, len)| at + len > first);
+        assert!(!overlapping, "{first} is in use");
+        assert!(
+            first as usize / CHUNK == (first + len - 1) as usize / CHUNK,
+            "in two chunks"
+        );
+        self.arena.assign_run(ArenaExtent { first, len }, 7);
+        self.arena
+            .write(first, &vec![LocalHash(u64::from(first)); len as usize]);
+        self.used.insert(first, len);
+    }
+
+    fn pick(&self, pick: usize) -> Option<(u32, u32)> {
+        self.used
+            .iter()
+            .nth(pick % self.used.len().max(1))
+            .map(|(at, len)| (*at, *len))
+    }
+
+    fn step(&mut self, step: &Step) {
+        match step {
+            Step::Take(want, least) => {
+                let Some(stretch) = self.arena.allocate(*want, *least) else {
+                    return;
+                };
+                assert!(stretch.len >= 1 && stretch.len as usize <= *want);
+                self.enter(stretch.first, stretch.len);
+            }
+            Step::Behind(pick, want) => {
+                let Some((first, len)) = self.pick(*pick) else {
+                    return;
+                };
+                let more = self.arena.allocate_at(first + len, *want);
+                assert!(more as usize <= *want);
+                if more > 0 {
+                    self.enter(first + len, more);
+                }
+            }
+            Step::Give(pick) => {
+                let Some((first, len)) = self.pick(*pick) else {
+                    return;
+                };
+                self.used.remove(&first);
+                self.arena.deallocate(ArenaExtent { first, len });
+            }
+            Step::GiveTail(pick, gone) => {
+                let Some((first, len)) = self.pick(*pick) else {
+                    return;
+                };
+                let gone = (*gone).min(len);
+                self.used.remove(&first);
+                if gone < len {
+                    self.used.insert(first, len - gone);
+                }
+                self.arena.deallocate(ArenaExtent {
+                    first: first + len - gone,
+                    len: gone,
+                });
+            }
+        }
+        self.most = self.most.max(counts(&self.arena).1);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn extents_are_disjoint_and_free_neighbours_merge(
+        script in vec(steps(), 1..120),
+        chunks in 1..8usize,
+    ) {
+        let mut bed = Bed::default();
+        limit(&mut bed.arena, chunks);
+        for step in &script {
+            bed.step(step);
+            check(&bed.arena, &bed.used);
+        }
+        for (first, len) in std::mem::take(&mut bed.used) {
+            bed.arena.deallocate(ArenaExtent { first, len });
+        }
+        check(&bed.arena, &bed.used);
+        prop_assert!(counts(&bed.arena).0 <= CHUNK && capacity(&bed.arena) <= 2 * CHUNK, "memory is retained");
+    }
+}
+
+#[test]
+fn fragmented_free_memory_is_reused() {
+    let mut bed = Bed::default();
+    for round in 0..200usize {
+        for _ in 0..60 {
+            bed.step(&Step::Take(1 + (round * 37) % 90, 64));
+        }
+        for pick in 0..58 {
+            bed.step(&Step::Give(pick * 13 + round));
+        }
+    }
+    let (free, used) = counts(&bed.arena);
+    assert!(
+        free + used <= 2 * bed.most + 2 * CHUNK,
+        "{free} free, {used} used, {} at most",
+        bed.most
+    );
+    check(&bed.arena, &bed.used);
+}
+
+#[test]
+fn full_arena_allocates_again_after_deallocation() {
+    let mut bed = Bed::default();
+    limit(&mut bed.arena, 2);
+    while let Some(stretch) = bed.arena.allocate(50, 16) {
+        bed.enter(stretch.first, stretch.len);
+    }
+    assert_eq!(counts(&bed.arena), (0, 2 * CHUNK));
+    bed.step(&Step::Give(3));
+    assert!(bed.arena.allocate(10, 1).is_some());
+}

@@ -1,0 +1,64 @@
+//! Watches on prompts: the number of leading blocks of a prompt that a worker rank has held at any
+//! moment since the watch began. A full cache may evict the blocks of a request within seconds of
+//! its answer. A later lookup cannot tell whether the engine stored them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::owner_table::SharedRankState;
+use super::prefix_index::PrefixIndex;
+use super::watched_prefixes::WatchedPrefix;
+use crate::block::BlockHashes;
+use crate::worker::RankSlot;
+
+/// Watch on one prompt at one worker rank. Dropping it ends the watch.
+#[derive(Debug)]
+pub struct PrefixWatch {
+    prefix: Arc<WatchedPrefix>,
+    shared: Arc<SharedRankState>,
+}
+
+impl PrefixWatch {
+    /// Returns the largest number of leading blocks that the rank has held at once since the watch
+    /// began.
+    pub fn most_held(&self) -> usize {
+        self.prefix.most_held.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the slot still has the writer that it had when the watch began. The watch
+    /// does not receive the stores of a later writer.
+    pub fn is_current(&self, index: &PrefixIndex, slot: RankSlot) -> bool {
+        index
+            .owners
+            .read()
+            .find(slot)
+            .is_some_and(|(_, shared)| Arc::ptr_eq(shared, &self.shared))
+    }
+}
+
+impl Drop for PrefixWatch {
+    fn drop(&mut self) {
+        self.shared.watches.remove(&self.prefix);
+    }
+}
+
+impl PrefixIndex {
+    /// Watches a prompt on a slot, starting with the blocks held now. Returns `None` if the slot
+    /// has no writer.
+    pub fn watch(&self, hashes: &BlockHashes, slot: RankSlot) -> Option<PrefixWatch> {
+        let prefix = Arc::new(WatchedPrefix {
+            locals: hashes.locals().into(),
+            most_held: AtomicUsize::new(0),
+        });
+        let (owner, shared) = self
+            .owners
+            .read()
+            .find(slot)
+            .map(|(owner, shared)| (owner, shared.clone()))?;
+        // Registered before the lookup: a store that misses the watch is complete before the lookup
+        // begins.
+        shared.watches.add(prefix.clone());
+        prefix.record(self.held_prefix(&prefix.locals, owner));
+        Some(PrefixWatch { prefix, shared })
+    }
+}

@@ -1,0 +1,27 @@
+//! Load of each worker rank: the blocks that running requests hold and the prefill that is still
+//! outstanding. A [`Reservation`] holds the load of one request and releases it when dropped, so no
+//! code path can leak it. Cost and booking are computed under one lock, so two concurrent requests
+//! cannot both choose the same idle worker.
+
+mod booking;
+mod events;
+pub mod ledger;
+mod prefill_queue;
+pub mod prefill_time;
+mod prompt_tree;
+mod reservation;
+mod sequences;
+mod table;
+mod tracker;
+mod view;
+mod weight;
+
+pub use booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
+pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
+pub use reservation::Reservation;
+pub use sequences::PromptSequences;
+pub use tracker::LoadTracker;
+pub use view::{AdditionalBlocks, LoadView};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,514 @@
+use std::collections::BTreeMap;
+
+use parking_lot::Mutex;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+use crate::block::SequenceHash;
+use crate::load::{BookingEnd, RankLoad};
+use crate::worker::{DpRank, RankSlot, WorkerId};
+
+fn rank(worker: u32) -> WorkerRank {
+    WorkerRank {
+        worker: WorkerId(worker.into()),
+        rank: DpRank(0),
+    }
+}
+
+fn booking(worker: u32, blocks: u64) -> LoadBooking {
+    LoadBooking {
+        slot: RankSlot(worker),
+        rank: rank(worker),
+        sequences: (1..=blocks).map(SequenceHash).collect(),
+        prompt_tokens: blocks * 16,
+        cached_tokens: 0,
+        track_prefill: true,
+        prefill_time: None,
+        end: BookingEnd::RequestEnd,
+    }
+}
+
+fn named(request: &str, number: u64) -> RequestAttempt<'_> {
+    RequestAttempt { request, number }
+}
+
+/// Ledger of two workers with a manual clock.
+struct Bench {
+    ledger: BookingLedger,
+    load: Arc<LoadTracker>,
+    now: Arc<Mutex<Instant>>,
+}
+
+impl Bench {
+    fn new(rules: LedgerRules) -> Self {
+        let now = Arc::new(Mutex::new(Instant::now()));
+        let clock = now.clone();
+        let load = LoadTracker::new(move || *clock.lock());
+        (0..2).for_each(|worker| load.open_slot(RankSlot(worker), rank(worker)));
+        Self {
+            ledger: BookingLedger::new(load.clone(), rules),
+            load,
+            now,
+        }
+    }
+
+    fn pass(&self, time: Duration) {
+        *self.now.lock() += time;
+    }
+
+    fn add(
+        &mut self,
+        request: &str,
+        number: u64,
+        booking: LoadBooking,
+    ) -> Result<LedgerChange, LedgerError> {
+        self.ledger.add(named(request, number), vec![booking])
+    }
+
+    /// Blocks, prefill tokens and requests of both workers.
+    fn loads(&self) -> Vec<(u64, u64, u64)> {
+        let row = |load: &RankLoad| {
+            (
+                load.active_blocks,
+                load.active_prefill_tokens,
+                load.active_requests,
+            )
+        };
+        self.load.snapshot().iter().map(row).collect()
+    }
+}
+
+#[test]
+fn only_later_attempt_replaces_booking() {
+    let mut bench = Bench::new(LedgerRules::default());
+    assert_eq!(bench.add("a", 1, booking(0, 2)), Ok(LedgerChange::Applied));
+    assert_eq!(
+        bench.add("a", 1, booking(0, 2)),
+        Ok(LedgerChange::Unchanged)
+    );
+    for (number, other) in [(1, booking(1, 2)), (1, booking(0, 3)), (0, booking(0, 2))] {
+        assert_eq!(
+            bench.add("a", number, other),
+            Err(LedgerError::AlreadyBooked { attempt: 1 })
+        );
+    }
+    assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)]);
+    assert_eq!(
+        bench.add("a", 2, booking(7, 1)),
+        Err(LedgerError::NotServing { rank: rank(7) })
+    );
+    assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)], "unchanged");
+    assert_eq!(bench.add("a", 2, booking(1, 3)), Ok(LedgerChange::Applied));
+    assert_eq!(bench.loads(), [(0, 0, 0), (3, 48, 1)]);
+    assert_eq!(
+        (
+            bench.ledger.free(named("a", 1)),
+            bench.ledger.counts().bookings
+        ),
+        (LedgerChange::Unchanged, 1)
+    );
+}
+
+fn rules_for_one_booking() -> LedgerRules {
+    LedgerRules {
+        max_ended: 2,
+        max_bookings: 1,
+        ..LedgerRules::default()
+    }
+}
+
+#[test]
+fn ended_attempt_is_not_booked_again() {
+    let rules = rules_for_one_booking();
+    let prefill = || LoadBooking {
+        end: BookingEnd::FirstToken,
+        ..booking(0, 2)
+    };
+    type End = fn(&mut BookingLedger, RequestAttempt<'_>) -> LedgerChange;
+    let ends: [(&str, End); 2] = [
+        ("first token", BookingLedger::mark_prefill_completed),
+        ("free", BookingLedger::free),
+    ];
+    for (name, end) in ends {
+        let mut bench = Bench::new(rules);
+        bench.add("a", 1, prefill()).unwrap();
+        assert_eq!(
+            end(&mut bench.ledger, named("a", 1)),
+            LedgerChange::Applied,
+            "{name}"
+        );
+        for number in [0, 1] {
+            assert_eq!(
+                bench.add("a", number, prefill()),
+                Ok(LedgerChange::Unchanged),
+                "{name}"
+            );
+            assert_ended(&mut bench, named("a", number), name);
+        }
+        assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
+        assert_eq!(
+            bench.ledger.counts(),
+            LedgerCounts::default(),
+            "{name}: an ended attempt holds no slot"
+        );
+        assert_eq!(
+            bench.add("a", 2, booking(1, 1)),
+            Ok(LedgerChange::Applied),
+            "{name}: a later attempt"
+        );
+        bench.ledger.free(named("a", 2));
+        bench.pass(rules.idle_timeout + Duration::from_millis(1));
+        bench.ledger.expire();
+        assert!(
+            bench.ledger.entries.is_empty() && bench.ledger.ended.is_empty(),
+            "{name}"
+        );
+        assert_eq!(
+            bench.ledger.counts(),
+            LedgerCounts::default(),
+            "{name}: it was not idle"
+        );
+        assert_eq!(
+            bench.add("a", 1, prefill()),
+            Ok(LedgerChange::Applied),
+            "{name}: removed"
+        );
+    }
+}
+
+#[test]
+fn number_of_remembered_attempts_is_limited() {
+    let mut bench = Bench::new(rules_for_one_booking());
+    for name in ["a", "b", "c"] {
+        bench.add(name, 0, booking(0, 1)).unwrap();
+        bench.ledger.free(named(name, 0));
+    }
+    let known = ["a", "b", "c"].map(|name| bench.ledger.attempt_state(named(name, 0)).is_some());
+    assert_eq!(known, [false, true, true]);
+}
+
+fn assert_ended(bench: &mut Bench, attempt: RequestAttempt<'_>, name: &str) {
+    let ledger = &mut bench.ledger;
+    let completed = ledger.mark_prefill_completed(attempt);
+    assert_eq!(completed, LedgerChange::Unchanged, "{name}");
+    assert_eq!(ledger.free(attempt), LedgerChange::Unchanged, "{name}");
+    let state = ledger.attempt_state(attempt);
+    assert!(matches!(state, Some(AttemptState::Ended(()))), "{name}");
+}
+
+#[test]
+fn ledger_limits_blocks() {
+    let mut bench = Bench::new(LedgerRules {
+        max_blocks: 3,
+        ..LedgerRules::default()
+    });
+    bench.add("a", 0, booking(0, 2)).unwrap();
+    assert_eq!(
+        bench.add("b", 0, booking(0, 2)),
+        Err(LedgerError::TooManyBlocks { most: 3 })
+    );
+    assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(LedgerChange::Applied));
+    bench.pass(LedgerRules::default().idle_timeout + Duration::from_millis(1));
+    assert_eq!(bench.ledger.expire(), 2);
+    assert_eq!(bench.add("b", 1, booking(0, 3)), Ok(LedgerChange::Applied));
+    bench.load.open_slot(RankSlot(0), rank(0));
+    bench.ledger.expire();
+    assert_eq!(bench.ledger.blocks, 0);
+}
+
+#[test]
+fn late_message_of_earlier_attempt_is_ignored() {
+    let mut bench = Bench::new(LedgerRules::default());
+    bench.add("a", 1, booking(0, 2)).unwrap();
+    assert_eq!(bench.ledger.free(named("a", 1)), LedgerChange::Applied);
+    bench.add("a", 2, booking(1, 2)).unwrap();
+    let old = named("a", 1);
+    let late_messages = [
+        bench.ledger.mark_prefill_completed(old),
+        bench.ledger.add_output_block(old, None),
+        bench.ledger.touch(old),
+        bench.ledger.free(old),
+    ];
+    assert_eq!(late_messages, [LedgerChange::Unchanged; 4]);
+    assert_eq!(bench.loads(), [(0, 0, 0), (2, 32, 1)]);
+    assert!(bench.ledger.get(named("a", 2)).is_some());
+    assert!(bench.ledger.get(old).is_none());
+}
+
+#[test]
+fn external_booking_needs_all_ranks_in_fleet() {
+    let mut bench = Bench::new(LedgerRules::default());
+    let gone = booking(7, 1);
+    let refused = bench
+        .ledger
+        .add(named("a", 0), vec![booking(0, 1), gone.clone()]);
+    assert_eq!(refused, Err(LedgerError::NotServing { rank: gone.rank }));
+    assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)]);
+    assert_eq!(bench.ledger.counts(), LedgerCounts::default());
+}
+
+#[test]
+fn booking_ends_with_its_worker() {
+    let mut bench = Bench::new(LedgerRules::default());
+    bench.add("a", 0, booking(0, 2)).unwrap();
+    bench.add("b", 0, booking(0, 2)).unwrap();
+    bench.load.open_slot(RankSlot(0), rank(0));
+    assert_eq!(bench.ledger.touch(named("a", 0)), LedgerChange::Unchanged);
+    assert_eq!(bench.ledger.free(named("a", 0)), LedgerChange::Unchanged);
+    assert_eq!(bench.add("a", 0, booking(0, 3)), Ok(LedgerChange::Applied));
+    assert_eq!(bench.ledger.expire(), 0);
+    assert_eq!(
+        bench.ledger.counts(),
+        LedgerCounts {
+            bookings: 1,
+            expired: 0
+        }
+    );
+    assert_eq!(bench.loads()[0], (3, 48, 1));
+}
+
+#[test]
+fn ledger_limits_bookings_and_blocks() {
+    let mut bench = Bench::new(LedgerRules {
+        max_bookings: 1,
+        ..LedgerRules::default()
+    });
+    bench.add("a", 0, booking(0, 1)).unwrap();
+    assert_eq!(
+        bench.add("b", 0, booking(0, 1)),
+        Err(LedgerError::Full { most: 1 })
+    );
+    assert_eq!(
+        bench.add("a", 0, booking(0, 1)),
+        Ok(LedgerChange::Unchanged)
+    );
+    bench.ledger.free(named("a", 0));
+    assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(LedgerChange::Applied));
+}
+
+#[test]
+fn ledger_expires_only_after_idle_timeout() {
+    type Sign = fn(&mut BookingLedger, RequestAttempt<'_>) -> LedgerChange;
+    let signs: [(&str, Sign); 3] = [
+        ("touch", BookingLedger::touch),
+        ("mark", BookingLedger::mark_prefill_completed),
+        ("output", |ledger, attempt| {
+            ledger.add_output_block(attempt, Some(0.5))
+        }),
+    ];
+    let allowed = LedgerRules::default().idle_timeout;
+    for (name, sign) in signs {
+        let mut bench = Bench::new(LedgerRules::default());
+        bench.add("a", 0, booking(0, 1)).unwrap();
+        bench.pass(allowed);
+        assert_eq!(bench.ledger.expire(), 0, "{name}");
+        assert_eq!(
+            sign(&mut bench.ledger, named("a", 0)),
+            LedgerChange::Applied,
+            "{name}"
+        );
+        bench.pass(allowed);
+        assert_eq!(bench.ledger.expire(), 0, "{name}");
+        bench.pass(Duration::from_millis(1));
+        assert_eq!(bench.ledger.expire(), 1, "{name}");
+        assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
+        assert_eq!(
+            bench.ledger.counts(),
+            LedgerCounts {
+                bookings: 0,
+                expired: 1
+            },
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn adding_looks_for_the_silent_itself() {
+    let mut bench = Bench::new(LedgerRules::default());
+    bench.add("a", 0, booking(0, 1)).unwrap();
+    bench.pass(Duration::from_secs(301));
+    bench.add("b", 0, booking(1, 1)).unwrap();
+    assert_eq!(bench.loads(), [(0, 0, 0), (1, 16, 1)]);
+    assert_eq!(
+        bench.ledger.counts(),
+        LedgerCounts {
+            bookings: 1,
+            expired: 1
+        }
+    );
+}
+
+#[test]
+fn booking_survives_or_ends_with_serving_endpoint() {
+    let mut bench = Bench::new(LedgerRules::default());
+    let book = |booking: LoadBooking| {
+        bench
+            .load
+            .book_with(|_| Ok::<_, ()>(vec![booking]))
+            .unwrap()
+    };
+    let first = book(booking(0, 1));
+    let same = book(booking(0, 1));
+    let other = book(booking(1, 1));
+    assert_eq!(
+        bench.ledger.adopt(named("a", 0), first),
+        Ok(LedgerChange::Applied)
+    );
+    assert_eq!(
+        bench.ledger.adopt(named("a", 0), same),
+        Ok(LedgerChange::Unchanged)
+    );
+    assert_eq!(
+        bench.ledger.adopt(named("a", 0), other),
+        Err(LedgerError::AlreadyBooked { attempt: 0 })
+    );
+    assert_eq!(bench.loads(), [(1, 16, 1), (0, 0, 0)]);
+}
+
+/// Booking of the model.
+#[derive(Clone, Debug, PartialEq)]
+struct Live {
+    attempt: u64,
+    worker: u32,
+    blocks: u64,
+    prefill: bool,
+    outputs: u64,
+    last_message_at: u64,
+}
+
+/// Naive model of the ledger. Time is in seconds.
+#[derive(Default)]
+struct Naive {
+    live: BTreeMap<u8, Live>,
+    now: u64,
+    swept: u64,
+    expired: u64,
+}
+
+impl Naive {
+    fn expire(&mut self) {
+        let before = self.live.len();
+        let now = self.now;
+        self.live
+            .retain(|_, live| now - live.last_message_at <= 300);
+        self.expired += (before - self.live.len()) as u64;
+        self.swept = now;
+    }
+
+    fn add(&mut self, request: u8, new: Live) -> Result<LedgerChange, LedgerError> {
+        if self.now - self.swept >= 30 {
+            self.expire();
+        }
+        let now = self.now;
+        if self
+            .live
+            .get(&request)
+            .is_some_and(|live| now - live.last_message_at > 300)
+        {
+            self.live.remove(&request);
+            self.expired += 1;
+        }
+        if let Some(live) = self
+            .live
+            .get_mut(&request)
+            .filter(|live| new.attempt <= live.attempt)
+        {
+            if (live.attempt, live.worker, live.blocks) != (new.attempt, new.worker, new.blocks) {
+                return Err(LedgerError::AlreadyBooked {
+                    attempt: live.attempt,
+                });
+            }
+            live.last_message_at = now;
+            return Ok(LedgerChange::Unchanged);
+        }
+        if new.worker > 1 {
+            return Err(LedgerError::NotServing {
+                rank: rank(new.worker),
+            });
+        }
+        self.live.insert(request, new);
+        Ok(LedgerChange::Applied)
+    }
+
+    /// Handles a message about an attempt. Returns whether the attempt is booked.
+    fn hear(&mut self, request: u8, attempt: u64) -> Option<&mut Live> {
+        let now = self.now;
+        let live = self
+            .live
+            .get_mut(&request)
+            .filter(|live| live.attempt == attempt)?;
+        live.last_message_at = now;
+        Some(live)
+    }
+
+    fn load(&self, worker: u32) -> (u64, u64, u64) {
+        let rows: Vec<_> = self
+            .live
+            .values()
+            .filter(|live| live.worker == worker)
+            .collect();
+        let prompts = rows.iter().map(|live| live.blocks).max().unwrap_or(0);
+        let outputs: u64 = rows.iter().map(|live| live.outputs).sum();
+        let prefill = rows
+            .iter()
+            .filter(|live| live.prefill)
+            .map(|live| live.blocks * 16)
+            .sum();
+        (prompts + outputs, prefill, rows.len() as u64)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn ledger_matches_live_attempts(
+        script in vec((0..10u8, 0..3u8, 0..3u64, 0..3u32, 0..3u64), 1..40),
+    ) {
+        let mut bench = Bench::new(LedgerRules::default());
+        let mut naive = Naive::default();
+        for (kind, request, attempt, worker, blocks) in script {
+            let name = ["a", "b", "c"][usize::from(request)];
+            let meant = named(name, attempt);
+            match kind {
+                0..3 => {
+                    let live = Live { attempt, worker, blocks, prefill: blocks > 0, outputs: 0, last_message_at: naive.now };
+                    prop_assert_eq!(bench.add(name, attempt, booking(worker, blocks)), naive.add(request, live));
+                }
+                3 => {
+                    let known = naive.hear(request, attempt);
+                    let change = LedgerChange::from_applied(known.is_some_and(|live| std::mem::take(&mut live.prefill)));
+                    prop_assert_eq!(bench.ledger.mark_prefill_completed(meant), change);
+                }
+                4 => {
+                    let known = naive.hear(request, attempt).map(|live| live.outputs += 1);
+                    prop_assert_eq!(bench.ledger.add_output_block(meant, None), LedgerChange::from_applied(known.is_some()));
+                }
+                5 => prop_assert_eq!(bench.ledger.touch(meant), LedgerChange::from_applied(naive.hear(request, attempt).is_some())),
+                6 => {
+                    let known = naive.live.get(&request).is_some_and(|live| live.attempt == attempt);
+                    prop_assert_eq!(bench.ledger.free(meant), LedgerChange::from_applied(known));
+                    if known {
+                        naive.live.remove(&request);
+                    }
+                }
+                7 => {
+                    naive.expire();
+                    bench.ledger.expire();
+                }
+                _ => {
+                    let seconds = [1, 29, 30, 150, 299, 300, 301][(blocks * 3 + u64::from(request)) as usize % 7];
+                    naive.now += seconds;
+                    bench.pass(Duration::from_secs(seconds));
+                }
+            }
+            prop_assert_eq!(bench.loads(), [naive.load(0), naive.load(1)]);
+            let counts = LedgerCounts { bookings: naive.live.len(), expired: naive.expired };
+            prop_assert_eq!(bench.ledger.counts(), counts);
+        }
+        drop(bench.ledger);
+        prop_assert!(bench.load.snapshot().iter().all(|load| load.active_blocks + load.active_requests == 0));
+    }
+}

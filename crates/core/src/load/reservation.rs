@@ -1,0 +1,223 @@
+//! The reservation of one request: an RAII guard over its bookings.
+
+use std::sync::Arc;
+
+use super::booking::LoadBooking;
+use super::events::{BookingId, ReservationEvent, ReservationState};
+use super::table::{BookedShare, LoadTable, ReservationPart};
+use super::tracker::LoadTracker;
+use super::view::LoadView;
+use super::weight::BlockWeight;
+use crate::worker::{RankSlot, WorkerRank};
+
+/// All bookings of one request. Dropping it releases them. A booking whose rank is gone has nothing
+/// to release.
+#[derive(Debug)]
+#[must_use = "dropping a reservation releases its load"]
+pub struct Reservation {
+    tracker: Arc<LoadTracker>,
+    parts: Vec<ReservationPart>,
+    /// Id under which events about this reservation are published, if there is a listener.
+    event_id: Option<BookingId>,
+    has_first_token: bool,
+}
+
+impl LoadTracker {
+    /// Decides and books in one critical section. `decide` must be fast and must not call the
+    /// tracker. Either all bookings are made, or none if one of the ranks is gone.
+    pub fn book_with<E>(
+        self: &Arc<Self>,
+        decide: impl FnOnce(&LoadView<'_>) -> Result<Vec<LoadBooking>, E>,
+    ) -> Result<Reservation, E> {
+        let mut table = self.table.lock();
+        let now = (self.clock)();
+        let bookings = decide(&LoadView::new(&table, now))?;
+        let shares = table.book(&bookings, now);
+        drop(table);
+        let event_id = shares.as_ref().and_then(|_| self.notify_booked(&bookings));
+        Ok(Reservation::new(self.clone(), bookings, shares, event_id))
+    }
+
+    /// Books the state of another replica's reservation. Returns `None` and books nothing if one of
+    /// the ranks is not in the fleet.
+    pub fn mirror(self: &Arc<Self>, state: &ReservationState) -> Option<Reservation> {
+        let mut table = self.table.lock();
+        let now = (self.clock)();
+        let shares = table.book(&state.bookings, now)?;
+        drop(table);
+        let bookings = state.bookings.clone();
+        let mut mirrored = Reservation::new(self.clone(), bookings, Some(shares), None);
+        if state.has_first_token {
+            mirrored.on_first_token();
+        }
+        mirrored.add_output_blocks(state.discounted_blocks, state.fraction);
+        mirrored.add_output_blocks(state.full_blocks, None);
+        Some(mirrored)
+    }
+
+    /// Returns the keys of the reservations that hold no load any more, under one lock.
+    pub(super) fn find_inactive<'a, K>(
+        &self,
+        held: impl Iterator<Item = (K, &'a Reservation)>,
+    ) -> Vec<K> {
+        let table = self.table.lock();
+        held.filter(|(_, reservation)| !reservation.is_active_in(&table))
+            .map(|(key, _)| key)
+            .collect()
+    }
+}
+
+impl Reservation {
+    fn new(
+        tracker: Arc<LoadTracker>,
+        bookings: Vec<LoadBooking>,
+        shares: Option<Vec<BookedShare>>,
+        event_id: Option<BookingId>,
+    ) -> Self {
+        let mut shares = shares.into_iter().flatten();
+        let parts = bookings
+            .into_iter()
+            .map(|booking| ReservationPart {
+                booking,
+                share: shares.next(),
+            })
+            .collect();
+        Self {
+            tracker,
+            parts,
+            event_id,
+            has_first_token: false,
+        }
+    }
+
+    /// Returns the worker rank of the first booking.
+    pub fn rank(&self) -> Option<WorkerRank> {
+        self.parts.first().map(|part| part.booking.rank)
+    }
+
+    /// Returns slot and rank of each booking, in order.
+    pub fn booked_slots(&self) -> impl Iterator<Item = (RankSlot, WorkerRank)> {
+        self.bookings().map(|booking| (booking.slot, booking.rank))
+    }
+
+    /// Returns the bookings.
+    pub fn bookings(&self) -> impl Iterator<Item = &LoadBooking> {
+        self.parts.iter().map(|part| &part.booking)
+    }
+
+    /// Whether any booking still counts as load: it was made, has not ended, and its rank is in the
+    /// fleet.
+    pub fn is_active(&self) -> bool {
+        self.is_active_in(&self.tracker.table.lock())
+    }
+
+    /// The same under a lock that is already held.
+    pub(super) fn is_active_in(&self, table: &LoadTable) -> bool {
+        self.parts.iter().any(|part| table.is_active(part))
+    }
+
+    /// Whether a booking was lost because its rank left the fleet or rejoined it.
+    pub fn is_interrupted(&self) -> bool {
+        let table = self.tracker.table.lock();
+        self.parts
+            .iter()
+            .any(|part| part.share.is_some() && !table.is_active(part))
+    }
+
+    /// Handles the first token: ends the prefill share and the bookings that last until then.
+    /// Returns whether load changed; repeated calls have no effect.
+    pub fn on_first_token(&mut self) -> bool {
+        let parts = &mut self.parts;
+        let changed = self
+            .tracker
+            .change(|table, now| update_all(parts, |part| table.on_first_token(part, now)));
+        if !std::mem::replace(&mut self.has_first_token, true) {
+            self.notify(ReservationEvent::FirstToken);
+        }
+        changed
+    }
+
+    /// Adds one output block. `fraction` is the share of the answer that is still to come, if
+    /// known. Blocks that only this request holds then count for that fraction, because they will
+    /// be freed soon.
+    pub fn add_output_block(&mut self, fraction: Option<f64>) {
+        self.add_output_blocks(1, fraction);
+    }
+
+    /// Adds several output blocks; see [`Reservation::add_output_block`].
+    pub fn add_output_blocks(&mut self, count: usize, fraction: Option<f64>) {
+        if count == 0 {
+            return;
+        }
+        let weight = fraction.and_then(BlockWeight::from_fraction);
+        let parts = &mut self.parts;
+        self.tracker.change(|table, _| {
+            update_all(parts, |part| table.add_output_blocks(part, count, weight))
+        });
+        self.notify(|id| ReservationEvent::OutputBlocks {
+            id,
+            count,
+            fraction,
+        });
+    }
+
+    /// Moves the first booking to the rank that `decide` returns, with the prefill and output
+    /// recorded so far. Release, decision and booking are one critical section. `None` from
+    /// `decide`, or a rank that is gone, only releases the booking. Returns whether it is booked
+    /// afterwards. `decide` must be fast and must not call the tracker.
+    pub fn relocate(
+        &mut self,
+        decide: impl FnOnce(&LoadView<'_>, &LoadBooking) -> Option<LoadBooking>,
+    ) -> bool {
+        let booked = self.parts.first_mut();
+        let Some(part) = booked.filter(|part| part.share.is_some()) else {
+            return false;
+        };
+        self.tracker.change(|table, now| {
+            let to = decide(&LoadView::new(table, now), &part.booking);
+            table.relocate(part, to, now)
+        });
+        let to = part.share.as_ref().map(|_| part.booking.clone());
+        let is_booked = to.is_some();
+        self.notify(|id| ReservationEvent::Moved { id, to });
+        is_booked
+    }
+
+    /// Releases everything. Returns whether anything was still held.
+    pub fn release(mut self) -> bool {
+        self.release_all()
+    }
+
+    fn release_all(&mut self) -> bool {
+        self.notify(ReservationEvent::Released);
+        self.event_id = None;
+        let parts = &mut self.parts;
+        let is_held = parts.iter().any(|part| part.share.is_some());
+        is_held
+            && self
+                .tracker
+                .change(|table, now| update_all(parts, |part| table.release(part, now)))
+    }
+
+    fn notify(&self, event: impl FnOnce(BookingId) -> ReservationEvent) {
+        if let Some(id) = self.event_id {
+            self.tracker.notify(event(id));
+        }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.release_all();
+    }
+}
+
+/// Applies `change` to every part. Returns whether it changed any of them.
+fn update_all(
+    parts: &mut [ReservationPart],
+    mut change: impl FnMut(&mut ReservationPart) -> bool,
+) -> bool {
+    parts
+        .iter_mut()
+        .fold(false, |changed, part| change(part) | changed)
+}

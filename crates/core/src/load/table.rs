@@ -1,0 +1,337 @@
+//! The load table: one row per slot. Functions that change it return whether load decreased.
+
+use std::time::Instant;
+
+use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
+use super::prefill_queue::{PrefillQueue, PrefillTicket};
+use super::prompt_tree::{LeafId, PromptTree, WeightChange};
+use super::sequences::PromptSequences;
+use super::weight::{BlockWeight, OutputBlocks};
+use crate::worker::{RankSlot, WorkerRank};
+
+/// Rows of all slots.
+#[derive(Debug, Default)]
+pub(super) struct LoadTable {
+    rows: Vec<Option<RankRow>>,
+    /// Prompts of the running requests of all rows.
+    prompts: PromptTree,
+    last_generation: u64,
+}
+
+/// One open slot. The fields that every decision reads come first and share a cache line, because
+/// there may be thousands of rows.
+#[derive(Debug)]
+#[repr(C, align(64))]
+struct RankRow {
+    rank: WorkerRank,
+    requests: u64,
+    /// Weight of all prompt and output blocks.
+    weight: u64,
+    prefills: PrefillQueue,
+    /// Unique over all slots and openings. A booking whose generation differs was made in a row
+    /// that is gone.
+    generation: u64,
+}
+
+/// Load that one booking holds in a row.
+#[derive(Debug)]
+pub(super) struct BookedShare {
+    generation: u64,
+    prefill: Option<PrefillTicket>,
+    /// Ends of the held prompts in the tree.
+    leaves: Vec<LeafId>,
+    /// Whether the first token arrived. After that there is no prefill left, even if the booking
+    /// moves.
+    has_first_token: bool,
+    outputs: OutputBlocks,
+}
+
+/// One booking with the share that it holds. There is no share if the rank was gone, or after the
+/// booking has ended.
+#[derive(Debug)]
+pub(super) struct ReservationPart {
+    pub(super) booking: LoadBooking,
+    pub(super) share: Option<BookedShare>,
+}
+
+impl LoadTable {
+    pub(super) fn open(&mut self, slot: RankSlot, rank: WorkerRank) -> bool {
+        if self.rows.len() <= slot.index() {
+            self.rows.resize_with(slot.index() + 1, || None);
+        }
+        let was_open = self.close(slot);
+        self.last_generation += 1;
+        self.rows[slot.index()] = Some(RankRow::new(rank, self.last_generation));
+        was_open
+    }
+
+    pub(super) fn close(&mut self, slot: RankSlot) -> bool {
+        let closed = self.rows.get_mut(slot.index()).and_then(Option::take);
+        if closed.as_ref().is_some_and(|row| row.requests > 0) {
+            self.prompts.remove_slot(slot);
+        }
+        closed.is_some()
+    }
+
+    #[inline(always)]
+    pub(super) fn load(
+        &self,
+        slot: RankSlot,
+        rank: WorkerRank,
+        now: Instant,
+    ) -> Option<ActiveLoad> {
+        self.row(slot)
+            .filter(|row| row.rank == rank)
+            .map(|row| row.load(now))
+    }
+
+    /// Returns, per slot, the number of these blocks that it holds. Slots beyond the end hold none.
+    pub(super) fn held_blocks(&self, sequences: &PromptSequences) -> Vec<u32> {
+        self.prompts.held_blocks(sequences.prompts())
+    }
+
+    /// Books a share for each booking, or nothing if one of the ranks is gone.
+    pub(super) fn book(
+        &mut self,
+        bookings: &[LoadBooking],
+        now: Instant,
+    ) -> Option<Vec<BookedShare>> {
+        let is_present = |booking: &LoadBooking| {
+            self.row(booking.slot)
+                .is_some_and(|row| row.rank == booking.rank)
+        };
+        if !bookings.iter().all(is_present) {
+            return None;
+        }
+        bookings
+            .iter()
+            .map(|booking| self.book_share(booking, now))
+            .collect()
+    }
+
+    fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
+        let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
+        let prefill = row
+            .prefills
+            .begin(booking.prefill_tokens(), booking.prefill_time, now);
+        let leaves = row.hold_prompts(&mut self.prompts, booking);
+        Some(BookedShare {
+            generation: row.generation,
+            prefill,
+            leaves,
+            has_first_token: false,
+            outputs: OutputBlocks::default(),
+        })
+    }
+
+    pub(super) fn is_active(&self, part: &ReservationPart) -> bool {
+        let held = part.share.as_ref().zip(self.row(part.booking.slot));
+        held.is_some_and(|(share, row)| share.generation == row.generation)
+    }
+
+    pub(super) fn on_first_token(&mut self, part: &mut ReservationPart, now: Instant) -> bool {
+        if part.booking.end == BookingEnd::FirstToken {
+            return self.release(part, now);
+        }
+        let Some(share) = &mut part.share else {
+            return false;
+        };
+        share.has_first_token = true;
+        find_row(&mut self.rows, &part.booking, share)
+            .is_some_and(|row| row.end_prefill(share, now))
+    }
+
+    pub(super) fn add_output_blocks(
+        &mut self,
+        part: &mut ReservationPart,
+        count: usize,
+        weight: Option<BlockWeight>,
+    ) -> bool {
+        let Some(share) = part
+            .share
+            .as_mut()
+            .filter(|_| part.booking.end == BookingEnd::RequestEnd)
+        else {
+            return false;
+        };
+        let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
+            return false;
+        };
+        let before = row.blocks();
+        row.weight -= share.outputs.weight();
+        share.outputs.add(count, weight);
+        row.weight += share.outputs.weight();
+        if let Some(weight) = weight {
+            let change = self
+                .prompts
+                .discount(&share.leaves, part.booking.slot, weight);
+            row.apply_change(change);
+        }
+        row.blocks() < before
+    }
+
+    pub(super) fn release(&mut self, part: &mut ReservationPart, now: Instant) -> bool {
+        let Some(mut share) = part.share.take() else {
+            return false;
+        };
+        self.release_share(&part.booking, &mut share, now)
+    }
+
+    /// Releases a part and books it on another rank, with the progress so far. If that rank is
+    /// gone, it is only released.
+    pub(super) fn relocate(
+        &mut self,
+        part: &mut ReservationPart,
+        to: Option<LoadBooking>,
+        now: Instant,
+    ) -> bool {
+        let Some(mut share) = part.share.take() else {
+            return false;
+        };
+        let is_freed = self.release_share(&part.booking, &mut share, now);
+        if let Some(booking) = to
+            && let Some(row) = self
+                .rows
+                .get_mut(booking.slot.index())
+                .and_then(Option::as_mut)
+            && row.rank == booking.rank
+        {
+            part.share = Some(row.adopt_share(&mut self.prompts, &booking, share, now));
+            part.booking = booking;
+        }
+        is_freed
+    }
+
+    /// Removes a share from its row. The share still records the generated output.
+    fn release_share(
+        &mut self,
+        booking: &LoadBooking,
+        share: &mut BookedShare,
+        now: Instant,
+    ) -> bool {
+        let Some(row) = find_row(&mut self.rows, booking, share) else {
+            return false;
+        };
+        row.end_prefill(share, now);
+        for leaf in share.leaves.drain(..) {
+            row.apply_change(self.prompts.remove(leaf, booking.slot));
+        }
+        row.weight -= share.outputs.weight();
+        row.requests -= 1;
+        true
+    }
+
+    pub(super) fn snapshot(&self, now: Instant) -> Vec<RankLoad> {
+        let open = self
+            .rows
+            .iter()
+            .enumerate()
+            .filter_map(|(slot, row)| Some((slot, row.as_ref()?)));
+        open.map(|(slot, row)| {
+            let load = row.load(now);
+            RankLoad {
+                slot: RankSlot(slot as u32),
+                rank: row.rank,
+                active_blocks: load.active_blocks,
+                active_prefill_tokens: load.active_prefill_tokens,
+                active_requests: load.active_requests,
+            }
+        })
+        .collect()
+    }
+
+    fn row(&self, slot: RankSlot) -> Option<&RankRow> {
+        self.rows.get(slot.index())?.as_ref()
+    }
+}
+
+/// Returns the row that a booking was made in, if it still exists.
+fn find_row<'r>(
+    rows: &'r mut [Option<RankRow>],
+    booking: &LoadBooking,
+    share: &BookedShare,
+) -> Option<&'r mut RankRow> {
+    rows.get_mut(booking.slot.index())?
+        .as_mut()
+        .filter(|row| row.generation == share.generation)
+}
+
+impl RankRow {
+    fn new(rank: WorkerRank, generation: u64) -> Self {
+        Self {
+            rank,
+            generation,
+            requests: 0,
+            prefills: PrefillQueue::default(),
+            weight: 0,
+        }
+    }
+
+    fn blocks(&self) -> u64 {
+        BlockWeight::blocks(self.weight)
+    }
+
+    /// Inlined: returning the struct through memory would stall every candidate of a decision.
+    #[inline(always)]
+    fn load(&self, now: Instant) -> ActiveLoad {
+        ActiveLoad {
+            active_blocks: self.blocks(),
+            active_prefill_tokens: self.prefills.remaining(now),
+            active_requests: self.requests,
+        }
+    }
+
+    /// Books a share that was released from another row.
+    fn adopt_share(
+        &mut self,
+        prompts: &mut PromptTree,
+        booking: &LoadBooking,
+        from: BookedShare,
+        now: Instant,
+    ) -> BookedShare {
+        let prefill = if from.has_first_token {
+            None
+        } else {
+            let tokens = booking.prefill_tokens();
+            self.prefills.begin(tokens, booking.prefill_time, now)
+        };
+        let leaves = self.hold_prompts(prompts, booking);
+        self.weight += from.outputs.weight();
+        if let Some(weight) = from.outputs.discount_weight() {
+            self.apply_change(prompts.discount(&leaves, booking.slot, weight));
+        }
+        BookedShare {
+            generation: self.generation,
+            prefill,
+            leaves,
+            ..from
+        }
+    }
+
+    fn hold_prompts(&mut self, prompts: &mut PromptTree, booking: &LoadBooking) -> Vec<LeafId> {
+        self.requests += 1;
+        let hold = |prompt| {
+            let (leaf, change) = prompts.add(prompt, booking.slot);
+            self.apply_change(change);
+            leaf
+        };
+        booking
+            .sequences
+            .prompts()
+            .iter()
+            .filter_map(hold)
+            .collect()
+    }
+
+    fn apply_change(&mut self, change: WeightChange) {
+        self.weight = self.weight + change.added - change.removed;
+    }
+
+    fn end_prefill(&mut self, share: &mut BookedShare, now: Instant) -> bool {
+        let ticket = share.prefill.take();
+        ticket
+            .into_iter()
+            .for_each(|ticket| self.prefills.end(ticket, now));
+        ticket.is_some()
+    }
+}

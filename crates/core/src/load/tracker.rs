@@ -1,0 +1,109 @@
+//! Tracker of the load of all worker ranks.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::booking::{LoadBooking, RankLoad};
+use super::events::{BookingId, LoadListener, ReservationEvent};
+use super::table::LoadTable;
+use super::view::LoadView;
+use crate::worker::{RankSlot, WorkerRank};
+
+/// Load of all worker ranks.
+pub struct LoadTracker {
+    pub(super) clock: Box<dyn Fn() -> Instant + Send + Sync>,
+    pub(super) table: Mutex<LoadTable>,
+    listener: Arc<dyn LoadListener>,
+    pub(super) next_id: AtomicU64,
+}
+
+impl LoadTracker {
+    /// Creates an empty tracker. `clock` drives the decay of estimated prefills and must not call
+    /// the tracker.
+    pub fn new(clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
+        Self::with_listener(clock, Arc::new(()))
+    }
+
+    /// Creates an empty tracker that reports its changes.
+    pub fn with_listener(
+        clock: impl Fn() -> Instant + Send + Sync + 'static,
+        listener: Arc<dyn LoadListener>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            clock: Box::new(clock),
+            table: Mutex::default(),
+            listener,
+            next_id: AtomicU64::new(0),
+        })
+    }
+
+    /// Opens a slot for a rank. If the slot was open, its bookings are discarded.
+    pub fn open_slot(&self, slot: RankSlot, rank: WorkerRank) {
+        self.change(|table, _| table.open(slot, rank));
+    }
+
+    /// Closes a slot and discards its bookings. Releasing them later has no effect, even if the
+    /// slot was opened again.
+    pub fn close_slot(&self, slot: RankSlot) {
+        self.change(|table, _| table.close(slot));
+    }
+
+    /// Reads the load at one instant. `read` must be fast and must not call the tracker.
+    pub fn read<T>(&self, read: impl FnOnce(&LoadView<'_>) -> T) -> T {
+        let table = self.table.lock();
+        read(&LoadView::new(&table, (self.clock)()))
+    }
+
+    /// Returns the load of all open ranks, in slot order.
+    pub fn snapshot(&self) -> Vec<RankLoad> {
+        let table = self.table.lock();
+        table.snapshot((self.clock)())
+    }
+
+    /// Returns the current time of the injected clock.
+    pub fn now(&self) -> Instant {
+        (self.clock)()
+    }
+
+    /// Applies `change` to the table. If it reports that load decreased, notifies the
+    /// listener and returns true.
+    pub(super) fn change(&self, change: impl FnOnce(&mut LoadTable, Instant) -> bool) -> bool {
+        let mut table = self.table.lock();
+        let is_freed = change(&mut table, (self.clock)());
+        drop(table);
+        if is_freed {
+            self.listener.on_capacity_freed();
+        }
+        is_freed
+    }
+
+    /// Publishes a new reservation. Returns its id, or `None` if no events are published.
+    pub(super) fn notify_booked(&self, bookings: &[LoadBooking]) -> Option<BookingId> {
+        if !self.listener.wants_reservation_events() {
+            return None;
+        }
+        let id = BookingId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        self.listener
+            .on_reservation_event(ReservationEvent::Booked {
+                id,
+                bookings: bookings.to_vec(),
+            });
+        Some(id)
+    }
+
+    pub(super) fn notify(&self, event: ReservationEvent) {
+        self.listener.on_reservation_event(event);
+    }
+}
+
+impl fmt::Debug for LoadTracker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadTracker")
+            .field("table", &self.table)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,69 @@
+//! Load at one instant, as a decision reads it.
+
+use std::time::Instant;
+
+use super::booking::ActiveLoad;
+use super::sequences::PromptSequences;
+use super::table::LoadTable;
+use crate::worker::{RankSlot, WorkerRank};
+
+/// Load at one instant, read under the lock: no booking changes while it exists.
+#[derive(Clone, Copy)]
+pub struct LoadView<'a> {
+    table: &'a LoadTable,
+    now: Instant,
+}
+
+impl<'a> LoadView<'a> {
+    pub(super) fn new(table: &'a LoadTable, now: Instant) -> Self {
+        Self { table, now }
+    }
+
+    /// Returns the instant at which the load is read.
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// Returns the load of a rank, or `None` if the slot is closed or belongs to another rank.
+    #[inline]
+    pub fn load(&self, slot: RankSlot, rank: WorkerRank) -> Option<ActiveLoad> {
+        self.table.load(slot, rank, self.now)
+    }
+
+    /// Counts, for every slot at once, the blocks of a request that running requests do not already
+    /// hold.
+    pub fn additional(&self, sequences: &PromptSequences) -> AdditionalBlocks {
+        AdditionalBlocks {
+            blocks: sequences.block_count() as u64,
+            held: self.table.held_blocks(sequences),
+        }
+    }
+}
+
+/// Blocks of a request that each slot would have to add to those of its running requests.
+#[derive(Clone, Debug, Default)]
+pub struct AdditionalBlocks {
+    blocks: u64,
+    /// Blocks of the request that each slot already holds. Slots beyond the end hold none.
+    held: Vec<u32>,
+}
+
+impl AdditionalBlocks {
+    /// The same number of blocks on every slot, for requests that share no blocks.
+    pub fn uniform(blocks: u64) -> Self {
+        Self {
+            blocks,
+            held: Vec::new(),
+        }
+    }
+
+    /// Returns the number of additional blocks on a slot.
+    #[inline]
+    pub fn for_slot(&self, slot: RankSlot) -> u64 {
+        let held = self
+            .held
+            .get(slot.index())
+            .map_or(0, |held| u64::from(*held));
+        self.blocks.saturating_sub(held)
+    }
+}

@@ -1,0 +1,280 @@
+//! Tokenizer parity: compares our tokens with the engines', per model. If they differ, no cached
+//! prefix is ever found and no error shows it, so there are two tests: responses of workers to
+//! canary prompts, and whether predicted blocks of real requests appear in the events of the worker
+//! that computed them. A worker differs at the first failed canary, and agrees again only after a
+//! complete round.
+//!
+//! Both tests are evaluated per worker. A differing worker is never credited with a prefix, so a
+//! request reaches it by load only. Workers that agree are compared as usual. If no worker agrees
+//! and some differ, hashes are useless, and requests are routed by load or with the engine's own
+//! tokens.
+
+mod check;
+mod verdict;
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use serde::Serialize;
+
+pub use check::{
+    BlockEvidence, EventCoverage, ParityCheck, ParityExpectation, PromptObservation, WatchedPrompt,
+};
+pub use verdict::{
+    CanaryVerdict, ComparedItem, EventsVerdict, ModelParity, TokenDifference, WorkerParity,
+};
+
+use crate::worker::{ModelName, WorkerId, WorkerRank};
+
+/// Maximum number of concurrent checks per model.
+const MAX_RUNNING_CHECKS: usize = 32;
+
+/// Parity of one model, shared by the tests and by their consumers.
+#[derive(Debug, Default)]
+pub struct ParityStatus {
+    mistrusted: AtomicBool,
+    /// Reason why the slower `tokenizers` library produces our tokens.
+    slow_reason: Mutex<Option<&'static str>>,
+    differing_workers: ArcSwap<BTreeSet<WorkerId>>,
+    parity: Mutex<ModelParity>,
+    running_checks: AtomicUsize,
+    confirmed: AtomicU64,
+    unconfirmed: AtomicU64,
+    ready_checks: Mutex<Vec<ParityCheck>>,
+}
+
+/// Effect of a new result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParityChange {
+    /// No change of trust in our tokens.
+    None,
+    /// The worker differs now, while others agree.
+    Differs,
+    /// The worker no longer differs.
+    Agrees,
+    /// Our tokens are no longer trusted.
+    Distrusted,
+    /// Our tokens are trusted again.
+    Trusted,
+}
+
+/// Parity of one model on status pages.
+#[derive(Clone, Debug, Serialize)]
+pub struct ParityReport {
+    /// Model name.
+    pub model: ModelName,
+    /// True if our tokens are not trusted.
+    pub mistrusted: bool,
+    /// Reason why the slower `tokenizers` library produces our tokens. Absent while the fast
+    /// tokenizer agrees with it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenized_by_library: Option<&'static str>,
+    /// Results of the tests.
+    #[serde(flatten)]
+    pub parity: ModelParity,
+    /// Requests whose blocks appeared as predicted.
+    pub confirmed: u64,
+    /// Requests whose blocks did not appear.
+    pub unconfirmed: u64,
+}
+
+impl ParityStatus {
+    /// Returns true if our tokens are not trusted.
+    pub fn is_mistrusted(&self) -> bool {
+        self.mistrusted.load(Ordering::Relaxed)
+    }
+
+    /// Results of the tests.
+    pub fn parity(&self) -> ModelParity {
+        self.parity.lock().clone()
+    }
+
+    /// Workers whose tokens are known to differ from ours.
+    pub fn differing_workers(&self) -> Arc<BTreeSet<WorkerId>> {
+        self.differing_workers.load_full()
+    }
+
+    /// Sets the reason why the slower `tokenizers` library produces our tokens.
+    pub fn set_slow_reason(&self, reason: Option<&'static str>) {
+        *self.slow_reason.lock() = reason;
+    }
+
+    /// Records the result of the canaries on a worker.
+    pub fn record_canaries(&self, worker: WorkerId, verdict: CanaryVerdict) -> ParityChange {
+        self.update(Some(worker), |parity| {
+            parity.record_canaries(worker, verdict)
+        })
+    }
+
+    /// Removes the results of all other workers.
+    pub fn retain(&self, keep: impl Fn(WorkerId) -> bool) -> ParityChange {
+        self.update(None, |parity| parity.retain(keep))
+    }
+
+    /// Clears the results of the canaries, because our tokenizer changed or was removed.
+    pub fn clear_canaries(&self) -> ParityChange {
+        self.update(None, |parity| {
+            parity
+                .workers
+                .values_mut()
+                .for_each(|known| known.canaries = CanaryVerdict::Untested)
+        })
+    }
+
+    /// Clears the results of the events, because they are no longer compared or our tokenizer
+    /// changed.
+    pub fn clear_events(&self) -> ParityChange {
+        self.update(None, |parity| {
+            parity
+                .workers
+                .values_mut()
+                .for_each(|known| known.events = EventsVerdict::default());
+        })
+    }
+
+    /// Records that a worker may have been replaced by another engine.
+    pub fn mark_restarted(&self, worker: WorkerId) {
+        // The verdict stays until the next round: a difference is more likely to persist than to
+        // vanish.
+        self.parity.lock().restarted_workers.insert(worker);
+    }
+
+    /// Records the check of a real request on a worker.
+    pub fn record_evidence(&self, worker: WorkerId, evidence: BlockEvidence) -> ParityChange {
+        match &evidence {
+            BlockEvidence::Confirmed => self.confirmed.fetch_add(1, Ordering::Relaxed),
+            BlockEvidence::Unconfirmed { .. } => self.unconfirmed.fetch_add(1, Ordering::Relaxed),
+        };
+        self.update(Some(worker), |parity| {
+            parity.record_evidence(worker, evidence)
+        })
+    }
+
+    /// Records a check that proves nothing, because the worker's events are incomplete.
+    fn record_undecided(&self, worker: WorkerId) {
+        self.parity
+            .lock()
+            .workers
+            .entry(worker)
+            .or_default()
+            .events
+            .undecided += 1;
+    }
+
+    /// Reserves a slot for a check and begins to watch the prompt. Returns `None` if no slot is
+    /// free, or there is nothing to check.
+    pub fn start_check(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        watch: impl FnOnce() -> Option<WatchedPrompt>,
+    ) -> Option<ParityCheck> {
+        let reserved = self.running_checks.fetch_add(1, Ordering::Relaxed) < MAX_RUNNING_CHECKS;
+        let prompt = if reserved { watch() } else { None };
+        if prompt.is_none() {
+            self.running_checks.fetch_sub(1, Ordering::Relaxed);
+        }
+        Some(ParityCheck::new(self.clone(), rank, prompt?))
+    }
+
+    /// Takes the checks whose requests are complete.
+    pub fn take_ready_checks(&self) -> Vec<ParityCheck> {
+        std::mem::take(&mut self.ready_checks.lock())
+    }
+
+    fn update(
+        &self,
+        worker: Option<WorkerId>,
+        change: impl FnOnce(&mut ModelParity),
+    ) -> ParityChange {
+        let mut parity = self.parity.lock();
+        change(&mut parity);
+        // Under the lock, so that concurrent results take effect in order.
+        let now = parity.is_mistrusted();
+        let differing = parity.differing_workers();
+        let among = |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));
+        let before = among(&self.differing_workers.load());
+        let after = among(&differing);
+        if **self.differing_workers.load() != differing {
+            self.differing_workers.store(Arc::new(differing));
+        }
+        match (self.mistrusted.swap(now, Ordering::Relaxed), now) {
+            (false, true) => ParityChange::Distrusted,
+            (true, false) => ParityChange::Trusted,
+            _ if now || before == after => ParityChange::None,
+            _ if after => ParityChange::Differs,
+            _ => ParityChange::Agrees,
+        }
+    }
+}
+
+/// Parity of all models.
+#[derive(Debug, Default)]
+pub struct ParityRegistry {
+    models: ArcSwap<HashMap<ModelName, Arc<ParityStatus>>>,
+}
+
+impl ParityRegistry {
+    /// Status of a model, if it is configured.
+    pub fn model_status(&self, model: &ModelName) -> Option<Arc<ParityStatus>> {
+        self.models.load().get(model).cloned()
+    }
+
+    /// Workers whose tokens are known to differ from ours, for one model or for any.
+    pub fn differing_workers(&self, model: Option<&ModelName>) -> Arc<BTreeSet<WorkerId>> {
+        let models = self.models.load();
+        match model {
+            Some(model) => models
+                .get(model)
+                .map(|standing| standing.differing_workers())
+                .unwrap_or_default(),
+            None => Arc::new(
+                models
+                    .values()
+                    .flat_map(|standing| {
+                        standing
+                            .differing_workers()
+                            .iter()
+                            .copied()
+                            .collect::<Vec<_>>()
+                    })
+                    .collect(),
+            ),
+        }
+    }
+
+    /// Replaces the configured models.
+    pub fn configure(&self, models: impl IntoIterator<Item = (ModelName, Arc<ParityStatus>)>) {
+        self.models.store(Arc::new(models.into_iter().collect()));
+    }
+
+    /// Reports of all models, sorted by name.
+    pub fn reports(&self) -> Vec<ParityReport> {
+        let models = self.models.load();
+        let one = |(model, standing): (&ModelName, &Arc<ParityStatus>)| ParityReport {
+            model: model.clone(),
+            mistrusted: standing.is_mistrusted(),
+            tokenized_by_library: *standing.slow_reason.lock(),
+            parity: standing.parity(),
+            confirmed: standing.confirmed.load(Ordering::Relaxed),
+            unconfirmed: standing.unconfirmed.load(Ordering::Relaxed),
+        };
+        let mut shown: Vec<_> = models.iter().map(one).collect();
+        shown.sort_by(|a, b| a.model.cmp(&b.model));
+        shown
+    }
+
+    /// Statuses of all models.
+    pub fn statuses(&self) -> Vec<(ModelName, Arc<ParityStatus>)> {
+        self.models
+            .load()
+            .iter()
+            .map(|(model, standing)| (model.clone(), standing.clone()))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,294 @@
+use std::collections::BTreeMap;
+
+use super::*;
+use crate::block::{BlockHashes, CacheSalt};
+use crate::index::{EventCursor, PrefixIndex};
+use crate::worker::{BlockSize, DpRank, RankSlot};
+
+const ONE: WorkerId = WorkerId(1);
+const TWO: WorkerId = WorkerId(2);
+
+fn agrees() -> CanaryVerdict {
+    CanaryVerdict::Agrees {
+        compared: 10,
+        skipped: BTreeMap::new(),
+    }
+}
+
+fn differs() -> CanaryVerdict {
+    let difference = TokenDifference {
+        what: ComparedItem::Tokens,
+        canary: Some("plain".into()),
+        at: 3,
+        block: 0,
+        ours: Some(1),
+        theirs: Some(2),
+        our_text: None,
+        their_text: None,
+    };
+    CanaryVerdict::Differs {
+        difference: Box::new(difference),
+    }
+}
+
+fn silent() -> CanaryVerdict {
+    CanaryVerdict::CannotTest {
+        why: "timeout".into(),
+        is_transient: true,
+    }
+}
+
+#[test]
+fn model_is_trusted_while_any_worker_agrees() {
+    // Worker, canary result, parity status afterwards, and the change.
+    let cases: &[(WorkerId, CanaryVerdict, bool, ParityChange)] = &[
+        (ONE, silent(), true, ParityChange::None),
+        (ONE, differs(), false, ParityChange::Distrusted),
+        (ONE, differs(), false, ParityChange::None),
+        // Silence does not refute a proven difference.
+        (ONE, silent(), false, ParityChange::None),
+        (TWO, silent(), false, ParityChange::None),
+        (TWO, agrees(), true, ParityChange::Trusted),
+        (TWO, silent(), true, ParityChange::None),
+        (TWO, differs(), false, ParityChange::Distrusted),
+        (ONE, agrees(), true, ParityChange::Trusted),
+    ];
+    let standing = ParityStatus::default();
+    for (at, (worker, verdict, believed, change)) in cases.iter().enumerate() {
+        assert_eq!(
+            standing.record_canaries(*worker, verdict.clone()),
+            *change,
+            "step {at}"
+        );
+        assert_eq!(!standing.is_mistrusted(), *believed, "step {at}");
+    }
+    assert_eq!(standing.parity().state(), "some_differ");
+    assert_eq!(
+        standing.retain(|worker| worker == TWO),
+        ParityChange::Distrusted,
+        "the agreeing worker has left"
+    );
+    assert_eq!(
+        standing.retain(|_| false),
+        ParityChange::Trusted,
+        "no differing worker is left"
+    );
+    assert_eq!(standing.parity().state(), "untested");
+}
+
+#[test]
+fn untestable_restarted_worker_keeps_only_differences() {
+    let standing = ParityStatus::default();
+    standing.record_canaries(ONE, differs());
+    standing.mark_restarted(ONE);
+    assert!(standing.is_mistrusted(), "only after the next canary");
+    assert_eq!(
+        standing.record_canaries(ONE, silent()),
+        ParityChange::None,
+        "missing evidence proves no agreement"
+    );
+    assert_eq!(
+        standing.record_canaries(ONE, agrees()),
+        ParityChange::Trusted
+    );
+    standing.mark_restarted(ONE);
+    standing.record_canaries(ONE, silent());
+    assert_eq!(standing.parity().state(), "cannot_test");
+}
+
+#[test]
+fn event_verdict_changes_only_after_consecutive_evidence() {
+    let standing = ParityStatus::default();
+    let missing = BlockEvidence::Unconfirmed { block: 2 };
+    for round in 0..5 {
+        for _ in 0..7 {
+            assert_eq!(
+                standing.record_evidence(ONE, missing),
+                ParityChange::None,
+                "{round}"
+            );
+        }
+        assert_eq!(
+            standing.record_evidence(ONE, BlockEvidence::Confirmed),
+            ParityChange::None
+        );
+    }
+    let changes: Vec<_> = (0..9)
+        .map(|_| standing.record_evidence(ONE, missing))
+        .collect();
+    assert_eq!(changes[7], ParityChange::Distrusted);
+    assert_eq!(
+        changes
+            .iter()
+            .filter(|change| **change != ParityChange::None)
+            .count(),
+        1
+    );
+    let found = standing.parity().workers[&ONE]
+        .events
+        .differs
+        .clone()
+        .unwrap();
+    assert_eq!(
+        (found.what, found.block, found.our_text),
+        (ComparedItem::Events, 2, None)
+    );
+    // Agreeing canaries do not outweigh the events.
+    assert_eq!(standing.record_canaries(ONE, agrees()), ParityChange::None);
+    let healing = [
+        BlockEvidence::Confirmed,
+        BlockEvidence::Confirmed,
+        missing,
+        BlockEvidence::Confirmed,
+        BlockEvidence::Confirmed,
+    ];
+    assert!(
+        healing
+            .into_iter()
+            .all(|evidence| standing.record_evidence(ONE, evidence) == ParityChange::None)
+    );
+    assert_eq!(
+        standing.record_evidence(ONE, BlockEvidence::Confirmed),
+        ParityChange::Trusted
+    );
+}
+
+#[test]
+fn passed_round_after_restart_clears_event_verdict() {
+    let standing = ParityStatus::default();
+    (0..8).for_each(|_| _ = standing.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }));
+    standing.mark_restarted(ONE);
+    assert_eq!(
+        standing.record_canaries(ONE, silent()),
+        ParityChange::None,
+        "missing evidence proves no agreement"
+    );
+    assert_eq!(
+        standing.record_canaries(ONE, agrees()),
+        ParityChange::Trusted
+    );
+    let again: Vec<_> = (0..8)
+        .map(|_| standing.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }))
+        .collect();
+    assert_eq!(
+        again
+            .iter()
+            .position(|change| *change == ParityChange::Distrusted),
+        Some(7),
+        "the count starts at zero"
+    );
+    assert_eq!(
+        standing.record_canaries(ONE, agrees()),
+        ParityChange::None,
+        "the same incarnation"
+    );
+}
+
+#[test]
+fn event_evidence_applies_to_one_worker() {
+    let standing = ParityStatus::default();
+    let missing = BlockEvidence::Unconfirmed { block: 0 };
+    // Neither worker can be tested. Both compute requests in turn, and only one of them as
+    // predicted.
+    let mut changes = Vec::new();
+    for _ in 0..20 {
+        changes.push(standing.record_evidence(ONE, missing));
+        changes.push(standing.record_evidence(TWO, BlockEvidence::Confirmed));
+    }
+    changes.retain(|change| *change != ParityChange::None);
+    assert_eq!(
+        changes,
+        [ParityChange::Differs],
+        "the model does not change"
+    );
+    assert_eq!(
+        (standing.is_mistrusted(), standing.parity().state()),
+        (false, "some_differ")
+    );
+    assert_eq!(
+        standing.differing_workers().iter().collect::<Vec<_>>(),
+        [&ONE]
+    );
+    // Without a worker that agrees, nothing can be compared.
+    assert_eq!(
+        standing.record_canaries(TWO, differs()),
+        ParityChange::Distrusted
+    );
+    assert_eq!(
+        (0..3)
+            .map(|_| standing.record_evidence(ONE, BlockEvidence::Confirmed))
+            .last(),
+        Some(ParityChange::Trusted)
+    );
+    assert_eq!(
+        standing.differing_workers().iter().collect::<Vec<_>>(),
+        [&TWO]
+    );
+    assert_eq!(
+        standing.record_canaries(TWO, agrees()),
+        ParityChange::Agrees
+    );
+}
+
+#[test]
+fn running_checks_are_limited_and_need_new_events() {
+    let standing = Arc::new(ParityStatus::default());
+    let rank = WorkerRank {
+        worker: ONE,
+        rank: DpRank(0),
+    };
+    let block_size = BlockSize::new(8).unwrap();
+    let index = PrefixIndex::new();
+    let _writer = index.create_writer(RankSlot(0));
+    let hashes = BlockHashes::from_tokens(&[7; 40], block_size, &CacheSalt::default());
+    let since = EventCursor { stores: 5, gaps: 1 };
+    let watch = || {
+        Some(WatchedPrompt {
+            watch: index.watch(&hashes, RankSlot(0))?,
+            blocks: 5,
+            block_size,
+            since,
+        })
+    };
+    let mut held: Vec<_> = (0..MAX_RUNNING_CHECKS)
+        .map(|_| standing.start_check(rank, watch).unwrap())
+        .collect();
+    assert!(standing.start_check(rank, watch).is_none());
+    // Another worker responded, so the check is dropped.
+    held.pop().unwrap().complete(WorkerRank {
+        worker: TWO,
+        rank: DpRank(0),
+    });
+    assert!(standing.take_ready_checks().is_empty());
+    assert!(
+        standing.start_check(rank, || None).is_none(),
+        "no prompt can be checked"
+    );
+    let confirmed = Some(BlockEvidence::Confirmed);
+    let unconfirmed = |block| Some(BlockEvidence::Unconfirmed { block });
+    for (held, stores, gaps, coverage, expected) in [
+        (5, 5, 1, EventCoverage::Complete, confirmed),
+        (0, 5, 1, EventCoverage::Complete, None),
+        (0, 6, 1, EventCoverage::Complete, unconfirmed(0)),
+        (4, 6, 1, EventCoverage::Complete, unconfirmed(4)),
+        // The engine may hold unreported blocks, but it holds all reported ones.
+        (0, 6, 1, EventCoverage::Partial, None),
+        (5, 6, 1, EventCoverage::Partial, confirmed),
+        // Events were lost since the choice, and the source is exact again.
+        (0, 6, 2, EventCoverage::Complete, None),
+        (5, 6, 2, EventCoverage::Complete, confirmed),
+    ] {
+        standing.start_check(rank, watch).unwrap().complete(rank);
+        let check = PromptObservation {
+            held,
+            expected: 5,
+            now: EventCursor { stores, gaps },
+            coverage,
+        };
+        let found = standing.take_ready_checks().pop().unwrap().evaluate(check);
+        assert_eq!(found.map(|(evidence, _)| evidence), expected, "{check:?}");
+    }
+    assert_eq!(standing.parity().workers[&ONE].events.undecided, 2);
+    drop(held);
+    assert_eq!(standing.running_checks.load(Ordering::Relaxed), 0);
+}

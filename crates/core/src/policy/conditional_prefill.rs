@@ -1,0 +1,385 @@
+//! Conditional disaggregation: whether a request is prefilled by another worker than it is decoded
+//! by. If there are prefill workers it is, unless the configuration allows the decode worker to do
+//! a short or delayed prefill itself. Pure: the router chooses the two workers before.
+
+use serde::{Deserialize, Serialize};
+
+/// Assumed tokens per step of a prefill worker that does not report them. Only an absurd backlog is
+/// then busy.
+const UNKNOWN_CAPACITY: u64 = 10_000_000;
+
+/// `disaggregation:`: handling of separate prefill workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DisaggregationConfig {
+    /// Reject requests (503) while no prefill worker can be chosen, instead of letting the decode
+    /// worker prefill.
+    pub enforce: bool,
+    /// Conditions under which the decode worker prefills although there are prefill workers.
+    /// Default: never.
+    pub conditional: Option<ConditionalPrefillConfig>,
+}
+
+/// Conditions of a local prefill.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ConditionalPrefillConfig {
+    /// Policy.
+    pub policy: ConditionalPrefillPolicy,
+    /// Policy `isl_bounding`: maximum number of uncached tokens for a local prefill.
+    pub uncached_tokens: u64,
+    /// Policy `isl_bounding`: maximum uncached share of the prompt for a local prefill.
+    pub uncached_share: f64,
+    /// Policy `prefill_load`: share of its batch size above which the prefill worker is busy.
+    pub prefill_busy_threshold: Option<f64>,
+    /// Share of its blocks above which a decode worker is too busy for a local prefill, whatever
+    /// the policy.
+    pub decode_busy_threshold: Option<f64>,
+}
+
+/// Policies for a local prefill.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ConditionalPrefillPolicy {
+    /// The uncached part of the prompt is small, in tokens and as a share.
+    #[default]
+    IslBounding,
+    /// The chosen prefill worker has a long backlog.
+    PrefillLoad,
+    /// Either of the two.
+    IslOrLoad,
+}
+
+impl Default for ConditionalPrefillConfig {
+    fn default() -> Self {
+        Self {
+            policy: ConditionalPrefillPolicy::IslBounding,
+            uncached_tokens: 2048,
+            uncached_share: 0.7,
+            prefill_busy_threshold: None,
+            decode_busy_threshold: None,
+        }
+    }
+}
+
+/// Inputs of a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConditionalPrefillInputs {
+    /// Length of the prompt.
+    pub prompt_tokens: u64,
+    /// Tokens of the prompt that the decode worker has cached.
+    pub decode_cached_tokens: u64,
+    /// Blocks that the decode worker will hold, including this request.
+    pub decode_blocks: u64,
+    /// Total blocks of the decode worker.
+    pub decode_total_blocks: Option<u64>,
+    /// Backlog of the prefill worker, without this request.
+    pub prefill_tokens: u64,
+    /// Tokens that the prefill worker computes in one step.
+    pub prefill_capacity: Option<u64>,
+}
+
+/// Reason why the decode worker does the prefill although there are prefill workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LocalPrefillReason {
+    /// The uncached part of the prompt is small.
+    ShortPrompt,
+    /// The prefill worker is busy.
+    PrefillBusy,
+    /// No decode worker is in reach of the prefill worker.
+    TopologyMismatch,
+    /// The request cannot be split between two workers.
+    NotSplittable,
+    /// The prefill workers failed.
+    PrefillFailed,
+    /// A prefill worker rejected the request.
+    PrefillRefused,
+    /// The limit of concurrent prefills was reached.
+    PrefillConcurrencyLimit,
+    /// A prefill worker returned no KV transfer parameters.
+    NoHandoff,
+}
+
+impl LocalPrefillReason {
+    /// Label in metrics and logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            LocalPrefillReason::ShortPrompt => "short_prompt",
+            LocalPrefillReason::PrefillBusy => "prefill_busy",
+            LocalPrefillReason::TopologyMismatch => "topology_mismatch",
+            LocalPrefillReason::NotSplittable => "not_splittable",
+            LocalPrefillReason::PrefillFailed => "prefill_failed",
+            LocalPrefillReason::PrefillRefused => "prefill_refused",
+            LocalPrefillReason::PrefillConcurrencyLimit => "prefill_concurrency_limit",
+            LocalPrefillReason::NoHandoff => "no_handoff",
+        }
+    }
+}
+
+impl ConditionalPrefillConfig {
+    /// The reason for a local prefill; `None` for a remote one.
+    pub fn local_prefill_reason(
+        &self,
+        inputs: &ConditionalPrefillInputs,
+    ) -> Option<LocalPrefillReason> {
+        if self.is_decode_busy(inputs) {
+            return None;
+        }
+        let little = || {
+            self.is_uncached_part_small(inputs)
+                .then_some(LocalPrefillReason::ShortPrompt)
+        };
+        let busy = || {
+            self.is_prefill_busy(inputs)
+                .then_some(LocalPrefillReason::PrefillBusy)
+        };
+        match self.policy {
+            ConditionalPrefillPolicy::IslBounding => little(),
+            ConditionalPrefillPolicy::PrefillLoad => busy(),
+            ConditionalPrefillPolicy::IslOrLoad => little().or_else(busy),
+        }
+    }
+
+    fn is_uncached_part_small(&self, inputs: &ConditionalPrefillInputs) -> bool {
+        let uncached = inputs
+            .prompt_tokens
+            .saturating_sub(inputs.decode_cached_tokens);
+        let share = if inputs.prompt_tokens == 0 {
+            0.0
+        } else {
+            uncached as f64 / inputs.prompt_tokens as f64
+        };
+        uncached < self.uncached_tokens && share < self.uncached_share
+    }
+
+    fn is_prefill_busy(&self, inputs: &ConditionalPrefillInputs) -> bool {
+        let capacity = inputs.prefill_capacity.unwrap_or(UNKNOWN_CAPACITY) as f64;
+        self.prefill_busy_threshold
+            .is_some_and(|share| inputs.prefill_tokens as f64 > share * capacity)
+    }
+
+    /// A decode worker of unknown size counts as busy.
+    fn is_decode_busy(&self, inputs: &ConditionalPrefillInputs) -> bool {
+        let exceeds = |share: f64| match inputs.decode_total_blocks {
+            Some(total) => inputs.decode_blocks as f64 > share * total as f64,
+            None => true,
+        };
+        self.decode_busy_threshold.is_some_and(exceeds)
+    }
+}
+
+impl DisaggregationConfig {
+    /// Checks the ranges of the values. The error has the key below `conditional` and a
+    /// description.
+    pub fn validate(&self) -> Result<(), (&'static str, String)> {
+        let Some(rule) = &self.conditional else {
+            return Ok(());
+        };
+        let shares = [
+            ("uncached_share", Some(rule.uncached_share)),
+            ("prefill_busy_threshold", rule.prefill_busy_threshold),
+            ("decode_busy_threshold", rule.decode_busy_threshold),
+        ];
+        for (name, share) in shares {
+            let most = if name == "prefill_busy_threshold" {
+                f64::INFINITY
+            } else {
+                1.0
+            };
+            if let Some(share) =
+                share.filter(|share| !(share.is_finite() && (0.0..=most).contains(share)))
+            {
+                let range = if most == 1.0 {
+                    "from 0 to 1"
+                } else {
+                    "finite and at least 0"
+                };
+                return Err((name, format!("is {share}, but must be {range}")));
+            }
+        }
+        if rule.policy != ConditionalPrefillPolicy::IslBounding
+            && rule.prefill_busy_threshold.is_none()
+        {
+            let text = "is required by this policy; set the share of a prefill worker's batch size, 1.0 for one full step";
+            return Err(("prefill_busy_threshold", text.to_owned()));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FACTS: ConditionalPrefillInputs = ConditionalPrefillInputs {
+        prompt_tokens: 4000,
+        decode_cached_tokens: 3000,
+        decode_blocks: 80,
+        decode_total_blocks: Some(100),
+        prefill_tokens: 9000,
+        prefill_capacity: Some(8192),
+    };
+
+    fn rule(policy: ConditionalPrefillPolicy) -> ConditionalPrefillConfig {
+        ConditionalPrefillConfig {
+            policy,
+            prefill_busy_threshold: Some(1.0),
+            ..ConditionalPrefillConfig::default()
+        }
+    }
+
+    /// Prompt of 100 tokens, of which the decode worker has cached this number.
+    fn short_prompt(decode_cached_tokens: u64) -> ConditionalPrefillInputs {
+        ConditionalPrefillInputs {
+            prompt_tokens: 100,
+            decode_cached_tokens,
+            ..FACTS
+        }
+    }
+
+    #[test]
+    fn isl_bounding_keeps_short_prefills_local() {
+        let cached = |decode_cached_tokens| ConditionalPrefillInputs {
+            decode_cached_tokens,
+            ..FACTS
+        };
+        let rule = rule(ConditionalPrefillPolicy::IslBounding);
+        for (inputs, is_local) in [
+            (FACTS, true),
+            (cached(1952), false),
+            (short_prompt(30), false),
+            (short_prompt(31), true),
+            (cached(0), false),
+        ] {
+            let expected = is_local.then_some(LocalPrefillReason::ShortPrompt);
+            assert_eq!(rule.local_prefill_reason(&inputs), expected, "{inputs:?}");
+        }
+    }
+
+    #[test]
+    fn prefill_load_decides_local_prefill() {
+        let long = ConditionalPrefillInputs {
+            decode_cached_tokens: 0,
+            ..FACTS
+        };
+        let idle = ConditionalPrefillInputs {
+            prefill_tokens: 8192,
+            ..FACTS
+        };
+        let cases = [
+            (
+                ConditionalPrefillPolicy::PrefillLoad,
+                FACTS,
+                Some(LocalPrefillReason::PrefillBusy),
+            ),
+            (ConditionalPrefillPolicy::PrefillLoad, idle, None),
+            (
+                ConditionalPrefillPolicy::PrefillLoad,
+                ConditionalPrefillInputs {
+                    prefill_capacity: None,
+                    ..FACTS
+                },
+                None,
+            ),
+            (
+                ConditionalPrefillPolicy::IslOrLoad,
+                long,
+                Some(LocalPrefillReason::PrefillBusy),
+            ),
+            (
+                ConditionalPrefillPolicy::IslOrLoad,
+                idle,
+                Some(LocalPrefillReason::ShortPrompt),
+            ),
+            (
+                ConditionalPrefillPolicy::IslOrLoad,
+                ConditionalPrefillInputs {
+                    prefill_tokens: 0,
+                    ..long
+                },
+                None,
+            ),
+        ];
+        for (policy, inputs, expected) in cases {
+            assert_eq!(
+                rule(policy).local_prefill_reason(&inputs),
+                expected,
+                "{policy:?} {inputs:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn busy_or_unknown_decode_worker_never_prefills() {
+        let careful = ConditionalPrefillConfig {
+            decode_busy_threshold: Some(0.8),
+            ..rule(ConditionalPrefillPolicy::IslBounding)
+        };
+        assert_eq!(
+            careful.local_prefill_reason(&FACTS),
+            Some(LocalPrefillReason::ShortPrompt)
+        );
+        assert_eq!(
+            careful.local_prefill_reason(&ConditionalPrefillInputs {
+                decode_blocks: 81,
+                ..FACTS
+            }),
+            None
+        );
+        assert_eq!(
+            careful.local_prefill_reason(&ConditionalPrefillInputs {
+                decode_total_blocks: None,
+                ..FACTS
+            }),
+            None
+        );
+    }
+
+    #[test]
+    fn settings_out_of_range_are_rejected_by_name() {
+        let with = |conditional| DisaggregationConfig {
+            enforce: false,
+            conditional: Some(conditional),
+        };
+        let bad = [
+            (
+                "uncached_share",
+                ConditionalPrefillConfig {
+                    uncached_share: 1.5,
+                    ..ConditionalPrefillConfig::default()
+                },
+            ),
+            (
+                "decode_busy_threshold",
+                ConditionalPrefillConfig {
+                    decode_busy_threshold: Some(-0.1),
+                    ..ConditionalPrefillConfig::default()
+                },
+            ),
+            (
+                "prefill_busy_threshold",
+                ConditionalPrefillConfig {
+                    prefill_busy_threshold: Some(f64::NAN),
+                    ..ConditionalPrefillConfig::default()
+                },
+            ),
+            (
+                "prefill_busy_threshold",
+                ConditionalPrefillConfig {
+                    policy: ConditionalPrefillPolicy::PrefillLoad,
+                    ..ConditionalPrefillConfig::default()
+                },
+            ),
+        ];
+        for (name, conditional) in bad {
+            assert_eq!(with(conditional).validate().unwrap_err().0, name);
+        }
+        assert!(
+            with(rule(ConditionalPrefillPolicy::IslOrLoad))
+                .validate()
+                .is_ok()
+        );
+        assert!(DisaggregationConfig::default().validate().is_ok());
+    }
+}

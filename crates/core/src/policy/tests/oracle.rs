@@ -1,0 +1,138 @@
+//! Compares the choice with its definition: the minimum of all costs, and each of several equal
+//! candidates with the same chance.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+
+use super::*;
+
+/// Returns the cheapest candidate and the number of candidates with equal cost.
+fn defined(
+    question: &PolicyInput,
+    candidates: &[Candidate],
+    weights: &Weights,
+    rng: &mut StdRng,
+) -> Option<(usize, usize)> {
+    let costs = costs(question, candidates, weights);
+    let totals = costs.iter().map(|cost| {
+        if cost.total.is_nan() {
+            f64::INFINITY
+        } else {
+            cost.total
+        }
+    });
+    let mut best: Option<(usize, f64, usize)> = None;
+    for (index, total) in totals.enumerate() {
+        best = match best {
+            Some((_, least, _)) if total > least => best,
+            Some((kept, least, ties)) if total == least => {
+                let keep = rng.random_range(0..ties + 1) != 0;
+                Some((if keep { kept } else { index }, least, ties + 1))
+            }
+            _ => Some((index, total, 1)),
+        };
+    }
+    best.map(|(index, _, ties)| (index, ties))
+}
+
+fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
+    let few = |most: u64| prop_oneof![Just(0_u64), 0..most, 0..1_000_000_u64];
+    let cached = || prop_oneof![4 => Just(0_u32), 2 => 0..5_u32, 1 => 0..5_000_u32];
+    let overlap = (cached(), cached(), cached(), cached());
+    let preference = prop_oneof![4 => Just(0.0), 1 => Just(0.5), 1 => -2.0..2.0];
+    let load = (few(4), few(64), few(3));
+    vec(
+        (
+            overlap,
+            load,
+            few(4),
+            preference,
+            prop_oneof![Just(1.0), Just(0.5), Just(0.0)],
+        ),
+        0..12,
+    )
+    .prop_map(|facts| {
+        let candidate = |(overlap, load, additional_blocks, preference, trust_credit)| {
+            let (device, host, disk, external) = overlap;
+            let (active_blocks, active_prefill_tokens, active_requests) = load;
+            Candidate {
+                overlap: TierBlocks {
+                    device,
+                    host,
+                    disk,
+                    external,
+                },
+                load: ActiveLoad {
+                    active_blocks,
+                    active_prefill_tokens,
+                    active_requests,
+                },
+                additional_blocks,
+                taint_preference: preference,
+                freshness_credit: trust_credit,
+            }
+        };
+        facts.into_iter().map(candidate).collect()
+    })
+}
+
+fn weights() -> impl Strategy<Value = Weights> {
+    let weight = || prop_oneof![Just(0.0), Just(1.0), Just(0.5), 0.0..1.0, Just(0.1)];
+    let any = || prop_oneof![3 => weight(), 1 => Just(f64::INFINITY), 1 => 0.0..1e6];
+    ((any(), any(), any(), any()), (weight(), weight(), weight())).prop_map(
+        |((credit, decay, scale, requests), (host, disk, shared))| Weights {
+            overlap_score_credit: credit,
+            overlap_score_credit_decay: decay,
+            prefill_load_scale: scale,
+            decode_active_request_weight: requests,
+            host_cache_hit_weight: host,
+            disk_cache_hit_weight: disk,
+            shared_cache_multiplier: shared,
+            router_temperature: 0.0,
+        },
+    )
+}
+
+fn questions() -> impl Strategy<Value = PolicyInput> {
+    let tokens = prop_oneof![
+        0..300_u64,
+        0..200_000_u64,
+        Just(u64::MAX),
+        Just((1 << 53) + 1)
+    ];
+    let size = prop_oneof![Just(16), Just(1), Just(3), Just(100), Just(64)];
+    let role = prop_oneof![
+        Just(WorkerRole::Aggregated),
+        Just(WorkerRole::Decode),
+        Just(WorkerRole::Prefill)
+    ];
+    let shared = prop_oneof![3 => Just(Vec::new()), 1 => Just(vec![0..3, 5..900])];
+    (tokens, size, role, any::<bool>(), shared).prop_map(
+        |(tokens, size, role, track_prefill, shared)| PolicyInput {
+            role,
+            track_prefill,
+            shared,
+            ..PolicyInput::new(tokens, BlockSize::new(size).unwrap())
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn choice_has_minimum_cost(
+        (question, candidates, weights) in (questions(), candidates(), weights()),
+        seed in any::<u64>(),
+    ) {
+        let rng = || StdRng::seed_from_u64(seed);
+        let expected = defined(&question, &candidates, &weights, &mut rng());
+        let choice = choose(&question, &candidates, &weights, &mut rng());
+        prop_assert_eq!(choice.as_ref().map(|choice| (choice.index, choice.ties)), expected);
+        // As text, because NaN is not equal to itself.
+        let chosen = choice.map(|choice| (choice.cost, costs(&question, &candidates, &weights)[choice.index]));
+        prop_assert!(chosen.is_none_or(|(chosen, of)| format!("{chosen:?}") == format!("{of:?}")), "{:?}", chosen);
+    }
+}

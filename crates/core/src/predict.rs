@@ -1,0 +1,237 @@
+//! Prediction of cached blocks from routing decisions. It covers engines that send no KV events,
+//! and the time until events arrive.
+//!
+//! A decision stores the prompt on the chosen rank. The blocks are stored in a prefix index, as if
+//! an engine had reported them, and per rank in runs with the time of their last use. A prompt
+//! refreshes its whole path, so a run is never older than the runs after it, and the first block to
+//! evict is always at an end. Only runs have clocks and counters, so a block costs no more than its
+//! entry in the index.
+//!
+//! A prompt is in flight until the status of the response is known. Prompts in flight have their
+//! own index, so a request that the engine rejects neither leaves blocks nor evicts any.
+
+mod confirmed;
+mod in_flight;
+mod policy;
+mod predicted_tree;
+mod rules;
+mod stats;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::RwLock;
+
+use crate::block::BlockHashes;
+use crate::index::{Overlaps, PrefixIndex};
+use crate::worker::{RankSlot, WorkerRank};
+
+use confirmed::ConfirmedBlocks;
+pub use confirmed::PredictionLease;
+pub use in_flight::InFlightPrompt;
+use in_flight::InFlightPrompts;
+pub use policy::{EffectivePolicy, EvictionPolicy, TtlPolicy};
+use rules::PredictorRules;
+pub use stats::{PredictStats, RankPrediction};
+
+/// Predicted caches of all ranks.
+pub struct Predictor {
+    index: Arc<PrefixIndex>,
+    in_flight: Arc<PrefixIndex>,
+    ranks: RwLock<Vec<Option<PredictedRank>>>,
+    rules: Arc<PredictorRules>,
+}
+
+/// Predicted cache of one rank.
+#[derive(Clone)]
+struct PredictedRank {
+    confirmed: Arc<ConfirmedBlocks>,
+    in_flight: Arc<InFlightPrompts>,
+}
+
+impl PredictedRank {
+    /// Removes expired blocks, if the policy has a time to live.
+    fn expire(&self) {
+        if !self.confirmed.uses_leases() {
+            self.in_flight.expire();
+            self.confirmed.expire();
+        }
+    }
+
+    fn stats(&self, slot: RankSlot) -> Option<RankPrediction> {
+        let mut stats = self.confirmed.stats(slot)?;
+        let in_flight = self.in_flight.stats();
+        stats.in_flight = in_flight.blocks;
+        stats.refused += in_flight.refused_blocks;
+        Some(stats)
+    }
+}
+
+impl Predictor {
+    /// Creates a predictor without blocks.
+    pub fn new(
+        policy: EvictionPolicy,
+        clock: impl Fn() -> Instant + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Self::with_rules(PredictorRules {
+            policy,
+            beside_events: false,
+            start: clock(),
+            clock: Box::new(clock),
+        })
+    }
+
+    /// Creates a predictor for ranks that publish events. A prediction covers the time until the
+    /// events arrive, so it ends at a fixed time after the request was sent, regardless of when it
+    /// is confirmed.
+    pub fn beside_events(
+        policy: EvictionPolicy,
+        clock: impl Fn() -> Instant + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Self::with_rules(PredictorRules {
+            policy,
+            beside_events: true,
+            start: clock(),
+            clock: Box::new(clock),
+        })
+    }
+
+    fn with_rules(rules: PredictorRules) -> Arc<Self> {
+        let rules = Arc::new(rules);
+        Arc::new(Self {
+            index: PrefixIndex::new(),
+            in_flight: PrefixIndex::new(),
+            ranks: RwLock::default(),
+            rules,
+        })
+    }
+
+    /// Starts predicting for a rank. `capacity` is the number of its KV blocks, if known. Earlier
+    /// predictions of the slot are removed. Returns the eviction policy of the rank.
+    pub fn open(&self, slot: RankSlot, rank: WorkerRank, capacity: Option<u64>) -> EffectivePolicy {
+        self.close(slot);
+        let policy = self.rules.policy.for_capacity(capacity);
+        // An engine rejects a prompt that exceeds its cache.
+        let most_in_flight = policy.most_blocks().min(capacity.unwrap_or(u64::MAX));
+        let in_flight = InFlightPrompts::new(
+            self.in_flight.create_path_writer(slot),
+            most_in_flight,
+            self.rules.clone(),
+        );
+        let confirmed = ConfirmedBlocks::new(
+            self.index.create_path_writer(slot),
+            rank,
+            policy,
+            self.rules.clone(),
+        );
+        let opened = PredictedRank {
+            confirmed: Arc::new(confirmed),
+            in_flight: Arc::new(in_flight),
+        };
+        let mut ranks = self.ranks.write();
+        if ranks.len() <= slot.index() {
+            ranks.resize(slot.index() + 1, None);
+        }
+        ranks[slot.index()] = Some(opened);
+        policy
+    }
+
+    /// Removes all predictions of a slot. Leases of its blocks no longer have an effect.
+    pub fn close(&self, slot: RankSlot) {
+        let closed = self
+            .ranks
+            .write()
+            .get_mut(slot.index())
+            .and_then(Option::take);
+        if let Some(rank) = closed {
+            rank.confirmed.close();
+            rank.in_flight.close();
+        }
+    }
+
+    /// Records a prompt that an engine accepted. Has no effect if the slot belongs to another rank
+    /// by now.
+    pub fn record(
+        &self,
+        slot: RankSlot,
+        rank: WorkerRank,
+        prompt: &BlockHashes,
+    ) -> PredictionLease {
+        self.find(slot, rank)
+            .map_or_else(PredictionLease::none, |found| {
+                found.confirmed.record(prompt)
+            })
+    }
+
+    /// Records a prompt that is being sent. It counts for concurrent requests until it is confirmed
+    /// or dropped. Has no effect if the slot belongs to another rank by now.
+    pub fn record_in_flight(
+        &self,
+        slot: RankSlot,
+        rank: WorkerRank,
+        prompt: &BlockHashes,
+    ) -> InFlightPrompt {
+        let found = self.find(slot, rank);
+        found.map_or_else(InFlightPrompt::none, |found| {
+            found.in_flight.record(prompt, found.confirmed)
+        })
+    }
+
+    fn find(&self, slot: RankSlot, rank: WorkerRank) -> Option<PredictedRank> {
+        let found = self.ranks.read().get(slot.index()).cloned().flatten();
+        found.filter(|found| found.confirmed.rank() == rank)
+    }
+
+    /// Looks up the predicted blocks of a prompt on every rank, all on the device. `into` is
+    /// overwritten.
+    pub fn overlaps(&self, prompt: &BlockHashes, into: &mut Overlaps) {
+        self.index.query_overlaps(prompt, into);
+        let mut in_flight = Overlaps::new();
+        self.in_flight.query_overlaps(prompt, &mut in_flight);
+        into.raise_where(&in_flight, |_| true);
+    }
+
+    /// Raises overlaps to the predicted blocks of a prompt, on the slots that `applies` accepts.
+    /// `scratch` is overwritten.
+    pub fn raise(
+        &self,
+        prompt: &BlockHashes,
+        into: &mut Overlaps,
+        scratch: &mut Overlaps,
+        applies: impl Fn(RankSlot) -> bool,
+    ) {
+        for index in [&self.index, &self.in_flight] {
+            index.query_overlaps(prompt, scratch);
+            into.raise_where(scratch, &applies);
+        }
+    }
+
+    /// Removes expired blocks. To be called about every [`TtlPolicy::STEP`].
+    pub fn expire(&self) {
+        let ranks: Vec<PredictedRank> = self.ranks.read().iter().flatten().cloned().collect();
+        for rank in ranks {
+            rank.expire();
+        }
+    }
+
+    /// Counts the predicted blocks.
+    pub fn stats(&self) -> PredictStats {
+        let mut stats = PredictStats::default();
+        for (slot, rank) in self.ranks.read().iter().enumerate() {
+            let Some(found) = rank
+                .as_ref()
+                .and_then(|rank| rank.stats(RankSlot(slot as u32)))
+            else {
+                continue;
+            };
+            stats.in_flight += found.in_flight;
+            stats.blocks += found.blocks;
+            stats.generated += found.generated;
+            stats.ranks.push(found);
+        }
+        stats
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,197 @@
+//! Prompts of requests whose response has not begun. They influence the routing of concurrent
+//! requests, but are separate from the confirmed blocks: if the engine rejects the request, its
+//! blocks are removed.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::confirmed::{ConfirmedBlocks, PredictionLease};
+use super::predicted_tree::{PredictedTree, PromptUse, RunId, UseStamp};
+use super::rules::PredictorRules;
+use crate::block::BlockHashes;
+use crate::index::PathWriter;
+
+/// Prompts in flight to one rank.
+pub(super) struct InFlightPrompts {
+    most_blocks: u64,
+    rules: Arc<PredictorRules>,
+    /// `None` after the slot was closed.
+    state: Mutex<Option<InFlightState>>,
+}
+
+struct InFlightState {
+    chains: PredictedTree,
+    uses: u64,
+    /// Last run of each prompt, by its use.
+    tails: BTreeMap<UseStamp, Option<RunId>>,
+    refused_blocks: u64,
+}
+
+/// Counters of the prompts in flight to one rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct InFlightStats {
+    pub(super) blocks: u64,
+    pub(super) refused_blocks: u64,
+}
+
+/// Prompt that was sent to a rank. Dropping it removes its blocks, unless another prompt in flight
+/// shares them.
+#[derive(Debug)]
+#[must_use = "dropping it removes the blocks of the prompt"]
+pub struct InFlightPrompt {
+    hold: Option<(Arc<InFlightPrompts>, UseStamp)>,
+    /// Confirmed blocks of the rank. `None` if the slot belongs to another rank by now, or if the
+    /// prompt exceeds the limit.
+    confirmed: Option<Arc<ConfirmedBlocks>>,
+}
+
+impl std::fmt::Debug for InFlightPrompts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("InFlightPrompts")
+            .field("most_blocks", &self.most_blocks)
+            .finish_non_exhaustive()
+    }
+}
+
+impl InFlightPrompts {
+    pub(super) fn new(paths: PathWriter, most_blocks: u64, rules: Arc<PredictorRules>) -> Self {
+        let state = InFlightState {
+            chains: PredictedTree::new(paths),
+            uses: 0,
+            tails: BTreeMap::new(),
+            refused_blocks: 0,
+        };
+        Self {
+            most_blocks,
+            rules,
+            state: Mutex::new(Some(state)),
+        }
+    }
+
+    /// Records a prompt that is being sent. A prompt that exceeds the limit of the rank, alone or
+    /// together with the other prompts in flight, is counted and not recorded. If it exceeds the
+    /// limit alone, it is not confirmed later either.
+    pub(super) fn record(
+        self: &Arc<Self>,
+        prompt: &BlockHashes,
+        confirmed: Arc<ConfirmedBlocks>,
+    ) -> InFlightPrompt {
+        let blocks = prompt.locals();
+        let mut state = self.state.lock();
+        let Some(state) = state.as_mut() else {
+            return InFlightPrompt::none();
+        };
+        if blocks.len() as u64 > self.most_blocks {
+            state.refused_blocks += blocks.len() as u64;
+            return InFlightPrompt::none();
+        }
+        let known = state.chains.known_blocks(blocks);
+        let new = (blocks.len() - known) as u64;
+        if state.chains.blocks() + new > self.most_blocks {
+            state.refused_blocks += new;
+            return InFlightPrompt {
+                hold: None,
+                confirmed: Some(confirmed),
+            };
+        }
+        state.uses += 1;
+        let stamp = UseStamp {
+            expiry_step: self.rules.expiry_step(),
+            use_number: state.uses,
+        };
+        let recorded = state
+            .chains
+            .record(blocks, known, PromptUse { stamp, lease: true });
+        state.tails.insert(stamp, recorded.tail);
+        InFlightPrompt {
+            hold: Some((self.clone(), stamp)),
+            confirmed: Some(confirmed),
+        }
+    }
+
+    /// Removes prompts that have been in flight for longer than the time to live.
+    pub(super) fn expire(&self) {
+        let now = self.rules.current_step();
+        let mut state = self.state.lock();
+        let Some(state) = state.as_mut() else { return };
+        while let Some((&stamp, _)) = state
+            .tails
+            .first_key_value()
+            .filter(|(stamp, _)| stamp.expiry_step <= now)
+        {
+            state.remove(stamp);
+        }
+    }
+
+    pub(super) fn stats(&self) -> InFlightStats {
+        let state = self.state.lock();
+        let of = |state: &InFlightState| InFlightStats {
+            blocks: state.chains.blocks(),
+            refused_blocks: state.refused_blocks,
+        };
+        state.as_ref().map(of).unwrap_or_default()
+    }
+
+    pub(super) fn close(&self) {
+        let closed = self.state.lock().take();
+        // Removing the blocks from the index takes time; the lock is not held meanwhile.
+        drop(closed);
+    }
+
+    fn remove(&self, stamp: UseStamp) {
+        if let Some(state) = self.state.lock().as_mut() {
+            state.remove(stamp);
+        }
+    }
+}
+
+impl InFlightState {
+    fn remove(&mut self, stamp: UseStamp) {
+        let Some(tail) = self.tails.remove(&stamp) else {
+            return;
+        };
+        self.chains.release(tail, 0, stamp);
+        while let Some((_, unused)) = self.chains.oldest() {
+            self.chains.evict(unused, u64::MAX);
+        }
+    }
+}
+
+impl InFlightPrompt {
+    pub(super) fn none() -> Self {
+        Self {
+            hold: None,
+            confirmed: None,
+        }
+    }
+
+    /// Records the prompt among the confirmed blocks of the rank, because the engine accepted the
+    /// request.
+    pub fn confirm(mut self, prompt: &BlockHashes) -> PredictionLease {
+        // Recorded before it is removed here, so concurrent queries find it in at least one place.
+        let Some(rank) = self.confirmed.take() else {
+            return PredictionLease::none();
+        };
+        match &self.hold {
+            Some((prompts, stamp)) if prompts.rules.beside_events => {
+                let is_expired = stamp.expiry_step <= prompts.rules.current_step();
+                if is_expired {
+                    PredictionLease::none()
+                } else {
+                    rank.record_until(prompt, Some(stamp.expiry_step))
+                }
+            }
+            _ => rank.record(prompt),
+        }
+    }
+}
+
+impl Drop for InFlightPrompt {
+    fn drop(&mut self) {
+        if let Some((prompts, stamp)) = self.hold.take() {
+            prompts.remove(stamp);
+        }
+    }
+}

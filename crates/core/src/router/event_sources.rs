@@ -1,0 +1,127 @@
+//! Status of the event source of each worker rank. Statuses change rarely and every decision reads
+//! them, so they are kept in a table that is replaced as a whole. One decision uses one table from
+//! its lookup to its explanation.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+use dashmap::DashMap;
+use parking_lot::Mutex;
+
+use crate::engine_settings::{CommonSettings, EngineSettings, SettingMismatch};
+use crate::freshness::{EventSourceState, SourceFacts, SourceStatus};
+use crate::worker::{ModelName, WorkerId, WorkerRank};
+
+/// Event source, shared by the components that report its events.
+pub type SharedSource = Arc<Mutex<EventSourceState>>;
+
+/// All event sources.
+#[derive(Debug, Default)]
+pub struct EventSources {
+    table: ArcSwap<FreshnessTable>,
+    registered: DashMap<WorkerRank, SharedSource>,
+    engine_settings: ArcSwap<EngineSettingsByWorker>,
+    common_settings: SharedCommonSettings,
+}
+
+/// Settings that all engines of a model report alike.
+pub type SharedCommonSettings = Arc<ArcSwap<HashMap<ModelName, CommonSettings>>>;
+
+/// Settings that each engine reports, with the differences to the configuration.
+pub type EngineSettingsByWorker = BTreeMap<WorkerId, (EngineSettings, Vec<SettingMismatch>)>;
+
+/// Status of every rank with an event source. Every decision reads it for every candidate, hence
+/// hashbrown's faster hash; worker ids are not client data.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FreshnessTable(hashbrown::HashMap<WorkerRank, SourceStatus>);
+
+impl FreshnessTable {
+    pub(super) fn status(&self, rank: WorkerRank) -> SourceStatus {
+        self.0.get(&rank).copied().unwrap_or_default()
+    }
+    pub(super) fn iter(&self) -> impl Iterator<Item = (WorkerRank, SourceStatus)> {
+        self.0.iter().map(|(rank, standing)| (*rank, *standing))
+    }
+}
+
+impl FromIterator<(WorkerRank, SourceStatus)> for FreshnessTable {
+    fn from_iter<T: IntoIterator<Item = (WorkerRank, SourceStatus)>>(statuses: T) -> Self {
+        Self(statuses.into_iter().collect())
+    }
+}
+
+impl EventSources {
+    /// Registers the source of a rank.
+    pub fn register(&self, rank: WorkerRank, source: SharedSource) {
+        self.registered.insert(rank, source);
+    }
+
+    /// Removes the source of a rank.
+    pub fn remove(&self, rank: WorkerRank) {
+        self.registered.remove(&rank);
+        self.set(rank, SourceStatus::default());
+    }
+
+    /// Returns the observed facts of a rank's source, if it has one.
+    pub fn facts(&self, rank: WorkerRank) -> Option<SourceFacts> {
+        let source = self.registered.get(&rank)?.clone();
+        Some(source.lock().facts())
+    }
+
+    /// Returns the settings that an engine reports, if it has reported any.
+    pub fn engine_settings(
+        &self,
+        worker: WorkerId,
+    ) -> Option<(EngineSettings, Vec<SettingMismatch>)> {
+        self.engine_settings.load().get(&worker).cloned()
+    }
+
+    /// Returns the settings that all engines report.
+    pub fn all_engine_settings(&self) -> Arc<EngineSettingsByWorker> {
+        self.engine_settings.load_full()
+    }
+
+    /// Replaces the settings that the engines report, and those common to each model.
+    pub fn set_engine_settings(
+        &self,
+        engine_settings: EngineSettingsByWorker,
+        common_settings: HashMap<ModelName, CommonSettings>,
+    ) {
+        self.engine_settings.store(Arc::new(engine_settings));
+        self.common_settings.store(Arc::new(common_settings));
+    }
+
+    /// Returns the settings common to each model, shared for later changes.
+    pub fn common_settings(&self) -> &SharedCommonSettings {
+        &self.common_settings
+    }
+
+    /// Notifies the source of a rank that a request routed at `routed` has stored blocks there.
+    pub(super) fn on_response(&self, rank: WorkerRank, routed: Instant, now: Instant) {
+        let Some(source) = self.registered.get(&rank).map(|source| source.clone()) else {
+            return;
+        };
+        source.lock().record_answer(routed, now);
+    }
+
+    pub(super) fn set(&self, rank: WorkerRank, status: SourceStatus) {
+        if self.table.load().status(rank) == status {
+            return;
+        }
+        self.table.rcu(|table| {
+            let mut table = FreshnessTable::clone(table);
+            if status == SourceStatus::default() {
+                table.0.remove(&rank);
+            } else {
+                table.0.insert(rank, status);
+            }
+            table
+        });
+    }
+
+    pub(super) fn table(&self) -> Arc<FreshnessTable> {
+        self.table.load_full()
+    }
+}

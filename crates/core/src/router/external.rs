@@ -1,0 +1,224 @@
+//! API for callers that route themselves: estimates for every worker rank, and bookings of requests
+//! that were routed elsewhere. They use the same computations as a decision of this router.
+
+use super::context::RoutingContext;
+use super::pools::serving;
+use super::predictions::RequestPredictions;
+use super::request::RouteRequest;
+use super::route::RouteError;
+use super::state::Router;
+use crate::block::tracking::random_sequences;
+use crate::fleet::FleetMember;
+use crate::health::{HealthChange, HealthProbe, WorkerOutcome};
+use crate::index::TierBlocks;
+use crate::load::{ActiveLoad, AdditionalBlocks, BookingEnd, LoadBooking, PromptSequences};
+use crate::policy::{Candidate, Cost, PolicyInput, costs, taint_preference};
+use crate::worker::{WorkerId, WorkerRank, WorkerRole};
+
+/// Estimate for one worker rank and one prompt.
+#[derive(Clone, Debug)]
+pub struct WorkerEstimate {
+    /// Worker rank.
+    pub rank: WorkerRank,
+    /// Cached blocks of the prompt, per tier.
+    pub overlap: TierBlocks,
+    /// Blocks of the shared cache beyond those on the rank's device.
+    pub shared_beyond_device: u64,
+    /// Cached blocks, lower tiers weighted.
+    pub effective_blocks: f64,
+    /// Cached prompt tokens, without the last token.
+    pub cached_tokens: u64,
+    /// Current load, without this request.
+    pub load: ActiveLoad,
+    /// Outstanding prefill tokens, with this request.
+    pub potential_prefill_tokens: u64,
+    /// Active blocks, with this request.
+    pub potential_decode_blocks: u64,
+    /// Cost if all these ranks were candidates.
+    pub cost: Cost,
+}
+
+/// Options of an external booking.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExternalRouteOptions {
+    /// Whether another worker runs the prefill.
+    pub has_remote_prefill: bool,
+    /// Cached prompt tokens, if the caller knows them.
+    pub cached_tokens: Option<u64>,
+}
+
+/// Prepared booking of a request that was routed externally.
+#[derive(Debug)]
+pub struct ExternalBooking {
+    /// Load of the request.
+    pub booking: LoadBooking,
+    context: RoutingContext,
+    member: FleetMember,
+}
+
+impl Router {
+    /// Estimates every rank that serves the model, sorted by worker and rank.
+    pub fn estimate_all(&self, request: RouteRequest) -> Result<Vec<WorkerEstimate>, RouteError> {
+        let mut context = self.prepare(request);
+        let fleet = self.current_fleet(&mut context);
+        let mut members = serving(&fleet, &context.request)?;
+        members.sort_by_key(|member| member.rank);
+        let settings = &context.settings;
+        let tracks_blocks = settings.tracking.active_blocks;
+        let prompt_tokens = context.request.prompt.tokens();
+        let input = PolicyInput {
+            track_prefill: context.track_prefill,
+            tracked_blocks: if tracks_blocks {
+                context.blocks.complete
+            } else {
+                0
+            },
+            shared: context.request.shared.ranges().to_vec(),
+            ..PolicyInput::new(prompt_tokens, members[0].worker.block_size)
+        };
+        let candidates: Vec<_> = self.load.read(|view| {
+            let additional = if tracks_blocks {
+                context.blocks.additional(view, context.assume_kv_reuse)
+            } else {
+                AdditionalBlocks::default()
+            };
+            let candidate = |member: &&FleetMember| {
+                let (overlap, freshness_credit) = context.overlap_and_credit(member);
+                Candidate {
+                    overlap,
+                    freshness_credit,
+                    load: view.load(member.slot, member.rank).unwrap_or_default(),
+                    additional_blocks: additional.for_slot(member.slot),
+                    taint_preference: taint_preference(
+                        &context.request.constraints,
+                        &member.worker,
+                    ),
+                }
+            };
+            members.iter().map(candidate).collect()
+        });
+        let costs = costs(&input, &candidates, &context.weights);
+        let estimates = members.iter().zip(&candidates).zip(costs);
+        Ok(estimates
+            .map(|((member, candidate), cost)| {
+                worker_estimate(&context, &input, member, candidate, cost)
+            })
+            .collect())
+    }
+
+    /// Prepares the booking of a request that was routed to `rank` externally. Returns `None` if
+    /// the rank does not serve the model.
+    pub fn prepare_external(
+        &self,
+        request: RouteRequest,
+        rank: WorkerRank,
+        options: ExternalRouteOptions,
+    ) -> Option<ExternalBooking> {
+        let mut context = self.prepare(request);
+        let fleet = self.current_fleet(&mut context);
+        let slot = fleet.slot(rank)?;
+        if context
+            .request
+            .model
+            .as_ref()
+            .is_some_and(|model| !fleet.slots_serving(model).contains(&slot))
+        {
+            return None;
+        }
+        let member = fleet.member(slot)?.clone();
+        let is_prefill_worker = member.worker.role == WorkerRole::Prefill;
+        let blocks = &context.blocks;
+        let sequences = if is_prefill_worker || !context.settings.tracking.active_blocks {
+            PromptSequences::empty()
+        } else if context.assume_kv_reuse {
+            blocks.sequences.clone()
+        } else {
+            random_sequences(blocks.complete as usize, &mut *self.rng.lock()).into()
+        };
+        let mut booking = LoadBooking {
+            slot: member.slot,
+            rank: member.rank,
+            sequences,
+            prompt_tokens: context.request.prompt.tokens(),
+            cached_tokens: options
+                .cached_tokens
+                .unwrap_or_else(|| context.cached_tokens(&member, false)),
+            track_prefill: context.track_prefill && !options.has_remote_prefill,
+            prefill_time: None,
+            end: if is_prefill_worker {
+                BookingEnd::FirstToken
+            } else {
+                BookingEnd::RequestEnd
+            },
+        };
+        if context.settings.tracking.prefill_decay {
+            self.feedback.durations.estimate_one(&member, &mut booking);
+        }
+        Some(ExternalBooking {
+            booking,
+            context,
+            member,
+        })
+    }
+
+    /// Predicts that the prompts of an external booking are cached on its rank.
+    pub fn predict_external(&self, external: &ExternalBooking) -> RequestPredictions {
+        let blocks = external.context.request.prompt.blocks();
+        let mut answering = self.predict(&external.member, blocks);
+        answering
+            .iter_mut()
+            .for_each(|prediction| self.confirm(prediction, blocks));
+        RequestPredictions {
+            answering,
+            prefilling: None,
+        }
+    }
+
+    /// Records the status with which these workers answered an externally routed request. Probes of
+    /// other workers are returned. Returns the health transitions, for the log.
+    pub fn report_status(
+        &self,
+        workers: &[WorkerId],
+        mut probes: Vec<HealthProbe>,
+        status: u16,
+    ) -> Vec<(WorkerId, HealthChange)> {
+        let now = self.load.now();
+        let outcome = WorkerOutcome::from_status(status);
+        workers
+            .iter()
+            .filter_map(|worker| {
+                self.feedback
+                    .record_outcome(*worker, outcome, &mut probes, now)
+            })
+            .collect()
+    }
+}
+
+fn worker_estimate(
+    context: &RoutingContext,
+    input: &PolicyInput,
+    member: &FleetMember,
+    candidate: &Candidate,
+    cost: Cost,
+) -> WorkerEstimate {
+    let Candidate { overlap, load, .. } = *candidate;
+    let weights = &context.weights;
+    let cached_tokens = context.cached_tokens(member, false);
+    let computed_tokens = if input.track_prefill {
+        input.prompt_tokens.saturating_sub(cached_tokens)
+    } else {
+        0
+    };
+    WorkerEstimate {
+        rank: member.rank,
+        overlap,
+        shared_beyond_device: input.shared_beyond(overlap.device),
+        effective_blocks: overlap
+            .weighted_total(weights.host_cache_hit_weight, weights.disk_cache_hit_weight),
+        cached_tokens: context.cached_tokens(member, true),
+        load,
+        potential_prefill_tokens: load.active_prefill_tokens.saturating_add(computed_tokens),
+        potential_decode_blocks: load.active_blocks + candidate.additional_blocks,
+        cost,
+    }
+}

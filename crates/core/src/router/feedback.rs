@@ -1,0 +1,255 @@
+//! Feedback of routed requests, as far as later decisions depend on it: the health of workers, the
+//! duration of prefills, and the confirmation of predictions.
+
+use std::time::{Duration, Instant};
+
+use super::placement::Placement;
+use super::pools::{FleetAvailability, PhasePools};
+use super::predictions::RequestPredictions;
+use super::request::RouteRequest;
+use super::route::{ComputingRank, Mode, PrefillRoute};
+use super::state::Router;
+use crate::fleet::FleetMember;
+use crate::freshness::IndexFreshness;
+use crate::health::{HealthChange, WorkerOutcome};
+use crate::load::LoadBooking;
+use crate::worker::{ModelName, WorkerId, WorkerRank, WorkerRole};
+
+/// Response to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkerResponse {
+    /// HTTP status.
+    pub status: u16,
+    /// Sender of the response.
+    pub origin: ResponseOrigin,
+}
+
+/// Sender of a response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResponseOrigin {
+    /// The chosen worker, or unknown.
+    Chosen,
+    /// Another worker, because the chosen one could not be reached.
+    Other(WorkerId),
+    /// The gateway, because no worker could be reached.
+    Gateway,
+}
+
+impl Router {
+    /// Handles the response to a request. Returns the health transitions, for the log.
+    pub fn on_response(
+        &self,
+        placement: &mut Placement,
+        response: WorkerResponse,
+    ) -> Vec<(WorkerId, HealthChange)> {
+        let now = self.load.now();
+        let chosen = placement.chosen.worker;
+        // A prefill completed before this placement has been reported already.
+        let prefill = placement
+            .route
+            .prefill()
+            .filter(|_| !placement.has_completed_prefill)
+            .map(|prefill| prefill.to.rank.worker);
+        // After a sequential prefill, `on_prompt_computed` has expected the events already.
+        let is_success = (200..300).contains(&response.status);
+        if response.origin == ResponseOrigin::Chosen
+            && is_success
+            && !placement.has_completed_prefill
+        {
+            self.expect_events(placement, now);
+        }
+        match response.origin {
+            ResponseOrigin::Chosen => self.resolve_predictions(placement, response.status),
+            // `on_served_by` moves the predictions first.
+            ResponseOrigin::Other(_) => {}
+            ResponseOrigin::Gateway => placement.predictions = RequestPredictions::default(),
+        }
+        let outcome = match WorkerOutcome::from_status(response.status) {
+            // A response without computation proves neither health nor failure.
+            WorkerOutcome::Success | WorkerOutcome::Failure if !placement.route.is_inference() => {
+                WorkerOutcome::Inconclusive
+            }
+            outcome => outcome,
+        };
+        // After a remote prefill, either of the two workers may have caused a failure.
+        let is_conclusive = outcome != WorkerOutcome::Failure || prefill.is_none();
+        let mut outcomes = Vec::new();
+        match response.origin {
+            ResponseOrigin::Chosen if is_conclusive => outcomes.push((chosen, outcome)),
+            ResponseOrigin::Chosen => {}
+            ResponseOrigin::Other(worker) => {
+                outcomes.push((chosen, WorkerOutcome::Failure));
+                if is_conclusive {
+                    outcomes.push((worker, outcome));
+                }
+            }
+            ResponseOrigin::Gateway => outcomes.push((chosen, WorkerOutcome::Failure)),
+        }
+        // A successful response proves that the prefill worker did its part.
+        if let Some(worker) = prefill
+            && response.origin != ResponseOrigin::Gateway
+            && is_success
+        {
+            outcomes.push((worker, WorkerOutcome::Success));
+        }
+        // Probes that are not reported are returned when dropped.
+        let mut probes = std::mem::take(&mut placement.probes);
+        outcomes
+            .into_iter()
+            .filter_map(|(worker, outcome)| {
+                self.feedback
+                    .record_outcome(worker, outcome, &mut probes, now)
+            })
+            .collect()
+    }
+
+    /// Expects KV events: the rank that computed the prompt has stored blocks, unless it held all
+    /// of them already.
+    fn expect_events(&self, placement: &Placement, now: Instant) {
+        let route = &placement.route;
+        let ComputingRank { rank, overlap, .. } = route.computed_by();
+        // An engine with larger blocks stores only whole blocks of its own, separately per prompt.
+        let engine_block_size = self
+            .source_status(rank)
+            .engine_block_size
+            .unwrap_or(route.block_size);
+        let count = (engine_block_size.tokens() / route.block_size.tokens()).max(1);
+        let stored: usize = placement
+            .prompts
+            .iter()
+            .map(|hashes| hashes.len() / count * count)
+            .sum();
+        if route.mode == Mode::Exact && stored > overlap.total() as usize {
+            self.lookup
+                .sources
+                .on_response(rank, placement.placed_at, now);
+        }
+    }
+
+    /// Handles the response of the prefill worker. Reports its probe, if the request holds one, and
+    /// revokes its predictions after a failure. Returns the health transition, for the log.
+    pub fn on_prefill_response(
+        &self,
+        placement: &mut Placement,
+        outcome: WorkerOutcome,
+    ) -> Option<(WorkerId, HealthChange)> {
+        let worker = placement.route.prefill()?.to.rank.worker;
+        if outcome == WorkerOutcome::Failure {
+            let prediction = placement.predictions.prefilling.take();
+            prediction
+                .into_iter()
+                .for_each(|prediction| _ = prediction.revoke(&placement.prompts));
+        }
+        let mut probes = std::mem::take(&mut placement.probes);
+        let change = self
+            .feedback
+            .record_outcome(worker, outcome, &mut probes, self.load.now());
+        placement.probes = probes;
+        change
+    }
+
+    /// Handles the response of a prefill worker that computed the prompt in a sequential prefill:
+    /// expects its KV events and starts the parity check of its tokens.
+    pub fn on_prompt_computed(&self, placement: &mut Placement) {
+        self.expect_events(placement, self.load.now());
+        self.start_parity_check(placement);
+    }
+
+    /// Records the duration of a remote prefill. Ignored if the number of computed tokens is not
+    /// known exactly.
+    pub fn record_remote_prefill_time(&self, placement: &Placement, time: Duration) {
+        let is_known = |prefill: &PrefillRoute| {
+            prefill.freshness == IndexFreshness::Exact
+                && matches!(prefill.mode, Mode::Exact | Mode::Partial)
+        };
+        let is_known = placement.route.prefill().is_some_and(is_known);
+        let booking = placement
+            .reservation
+            .bookings()
+            .find(|booking| booking.track_prefill);
+        if let Some(booking) = booking.filter(|_| is_known) {
+            self.record_booking_prefill_time(booking, time);
+        }
+    }
+
+    /// Avoids a worker for this time, because another replica reported its overload status.
+    pub fn mark_overloaded(&self, worker: WorkerId, time: Duration) {
+        if self.fleet.load().worker(worker).is_some() {
+            self.feedback
+                .overload
+                .mark_at_most(worker, self.load.now(), time);
+        }
+    }
+
+    /// Returns the workers marked as overloaded, and the remaining time of each mark.
+    pub fn overload_marks(&self) -> Vec<(WorkerId, Duration)> {
+        self.feedback.overload.marks(self.load.now())
+    }
+
+    /// Whether overload is the only obstacle to serving a request on a rank.
+    pub fn is_only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
+        let fleet = self.fleet.load();
+        let unhealthy = self.feedback.health.unhealthy_workers(self.load.now());
+        let availability = |_: &[&FleetMember]| FleetAvailability {
+            unhealthy,
+            ..FleetAvailability::default()
+        };
+        let pools = PhasePools::find(&fleet, request, &self.settings(), availability);
+        pools.is_ok_and(|pools| {
+            pools
+                .decode
+                .members
+                .iter()
+                .any(|member| member.rank == rank)
+        })
+    }
+
+    /// Records the duration of a request's prefill. Ignored if Envoy tried another worker first,
+    /// because the time then includes that attempt.
+    pub fn record_prefill_time(&self, placement: &Placement, time: Duration) {
+        if placement.route.to.rank != placement.chosen {
+            return;
+        }
+        let booking = placement
+            .reservation
+            .bookings()
+            .find(|booking| booking.track_prefill);
+        booking
+            .into_iter()
+            .for_each(|booking| self.record_booking_prefill_time(booking, time));
+    }
+
+    /// Records the duration of one booking's prefill.
+    pub fn record_booking_prefill_time(&self, booking: &LoadBooking, time: Duration) {
+        let fleet = self.fleet.load();
+        let Some(member) = fleet.member(booking.slot) else {
+            return;
+        };
+        if member.rank != booking.rank {
+            return;
+        }
+        self.feedback.durations.record(member, booking, time);
+    }
+
+    /// Returns the mean relative error of the prefill estimates, per model and role.
+    pub fn prefill_time_errors(&self) -> Vec<(ModelName, WorkerRole, f64)> {
+        self.feedback.durations.errors()
+    }
+
+    /// Records the result of a health check of an ejected worker. Returns whether the next request
+    /// may probe it now.
+    pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool) -> bool {
+        self.feedback
+            .health
+            .on_health_check(worker, is_healthy, self.load.now())
+    }
+
+    /// Returns the ejected workers.
+    pub fn ejected_workers(&self) -> Vec<WorkerId> {
+        self.feedback
+            .health
+            .unhealthy_workers(self.load.now())
+            .into_keys()
+            .collect()
+    }
+}

@@ -1,0 +1,232 @@
+//! Predicted caches of routed prompts: for workers without KV events, and for a moment also for
+//! workers whose events are still on their way. With a remote index, both predictors cover every
+//! worker: whether a worker publishes events is known only from the index server's reply, and
+//! without a reply none is assumed to.
+
+use std::sync::Arc;
+
+use super::remote::OverlapSource;
+use crate::block::{BlockHashes, LocalHash};
+use crate::fleet::FleetMember;
+use crate::index::Overlaps;
+use crate::predict::{EffectivePolicy, InFlightPrompt, PredictionLease, Predictor, RankPrediction};
+use crate::worker::{BlockSize, WorkerRank};
+
+/// Predictors, as far as they are configured.
+#[derive(Clone, Default)]
+pub struct PredictorSet {
+    /// For ranks without KV events.
+    pub without_events: Option<Arc<Predictor>>,
+    /// For ranks with KV events, until the event arrives.
+    pub beside_events: Option<Arc<Predictor>>,
+    /// Whether both predictors cover every rank.
+    pub covers_all_ranks: bool,
+}
+
+impl PredictorSet {
+    /// Returns the predictors that cover a rank.
+    fn predictors_of(&self, member: &FleetMember) -> impl Iterator<Item = &Arc<Predictor>> {
+        let has_events = member.worker.event_source(member.rank.rank).is_some();
+        let without_events = self
+            .without_events
+            .iter()
+            .filter(move |_| !has_events || self.covers_all_ranks);
+        without_events.chain(
+            self.beside_events
+                .iter()
+                .filter(move |_| has_events || self.covers_all_ranks),
+        )
+    }
+
+    /// Whether any predictor covers a rank.
+    pub(super) fn covers(&self, member: &FleetMember) -> bool {
+        self.predictors_of(member).next().is_some()
+    }
+
+    /// Opens the slot of a rank.
+    pub fn open_rank(&self, member: &FleetMember) {
+        for predictor in self.predictors_of(member) {
+            predictor.open(
+                member.slot,
+                member.rank,
+                member.worker.capacity.total_kv_blocks,
+            );
+        }
+    }
+
+    /// Applies a changed capacity. The predicted blocks of the rank are discarded, unless they
+    /// expire by time alone.
+    pub fn resize_rank(&self, member: &FleetMember) {
+        let is_time_based = |prediction: &RankPrediction| {
+            prediction.rank == member.rank
+                && matches!(
+                    prediction.policy,
+                    EffectivePolicy::Ttl {
+                        fallback: false,
+                        ..
+                    }
+                )
+        };
+        for predictor in self
+            .predictors_of(member)
+            .filter(|predictor| !predictor.stats().ranks.iter().any(is_time_based))
+        {
+            predictor.open(
+                member.slot,
+                member.rank,
+                member.worker.capacity.total_kv_blocks,
+            );
+        }
+    }
+
+    /// Closes the slot of a rank.
+    pub fn close_rank(&self, member: &FleetMember) {
+        self.predictors_of(member)
+            .for_each(|predictor| predictor.close(member.slot));
+    }
+
+    /// Removes expired predictions.
+    pub fn expire(&self) {
+        self.all().for_each(|predictor| predictor.expire());
+    }
+
+    /// Returns the predictions, rank by rank.
+    pub fn stats(&self) -> impl Iterator<Item = RankPrediction> {
+        self.all().flat_map(|predictor| predictor.stats().ranks)
+    }
+
+    /// Raises the overlaps of a prompt to the predicted ones. `buffer` is scratch space.
+    pub(super) fn raise_overlaps(
+        &self,
+        hashes: &BlockHashes,
+        table: &mut Overlaps,
+        buffer: &mut Overlaps,
+        source: OverlapSource<'_>,
+    ) {
+        if let Some(predictor) = &self.without_events {
+            predictor.raise(hashes, table, buffer, |slot| {
+                source.counts_without_events(slot)
+            });
+        }
+        if let Some(predictor) = &self.beside_events {
+            predictor.raise(hashes, table, buffer, |slot| {
+                source.counts_beside_events(slot)
+            });
+        }
+    }
+
+    /// Records prompts that a rank has accepted.
+    pub(super) fn record(&self, member: &FleetMember, prompts: &[BlockHashes]) {
+        for predictor in self.predictors_of(member) {
+            prompts
+                .iter()
+                .for_each(|hashes| drop(predictor.record(member.slot, member.rank, hashes)));
+        }
+    }
+
+    /// Records prompts that are sent to a rank: predictor by predictor, and for each in the order
+    /// of the prompts.
+    pub(super) fn record_in_flight(
+        &self,
+        member: &FleetMember,
+        prompts: &[BlockHashes],
+    ) -> Vec<InFlightPrompt> {
+        let of_prompts = |predictor: &Arc<Predictor>| {
+            let send = |hashes| predictor.record_in_flight(member.slot, member.rank, hashes);
+            prompts.iter().map(send).collect::<Vec<_>>()
+        };
+        self.predictors_of(member).flat_map(of_prompts).collect()
+    }
+
+    pub(super) fn has_predictors(&self) -> bool {
+        self.all().next().is_some()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Arc<Predictor>> {
+        self.without_events.iter().chain(&self.beside_events)
+    }
+}
+
+/// Predicted cache of one request's prompts on one rank.
+#[derive(Debug)]
+pub struct PromptPrediction {
+    pub(super) member: FleetMember,
+    pub(super) phase: PredictionPhase,
+}
+
+#[derive(Debug)]
+pub(super) enum PredictionPhase {
+    /// The response has not started, so the engine may still reject the request.
+    InFlight(Vec<InFlightPrompt>),
+    /// The engine has accepted the request. The first lease also covers the output.
+    Confirmed(Vec<PredictionLease>),
+}
+
+impl PromptPrediction {
+    /// Records further output blocks.
+    pub(super) fn add_output_blocks(&mut self, blocks: u64) {
+        if let PredictionPhase::Confirmed(leases) = &mut self.phase {
+            leases
+                .first_mut()
+                .into_iter()
+                .for_each(|lease| lease.grow(blocks));
+        }
+    }
+
+    /// Removes the blocks that were recorded for this request alone. Returns the number of output
+    /// blocks.
+    pub(super) fn revoke(self, prompts: &[BlockHashes]) -> u64 {
+        match self.phase {
+            PredictionPhase::InFlight(_) => 0,
+            PredictionPhase::Confirmed(leases) => leases
+                .into_iter()
+                .zip(prompts.iter().cycle())
+                .map(|(lease, hashes)| lease.revoke(hashes))
+                .sum(),
+        }
+    }
+}
+
+/// Predicted cache of one request's prompts, on each rank that computes them.
+#[derive(Debug, Default)]
+pub struct RequestPredictions {
+    /// On the rank that answers.
+    pub(super) answering: Option<Box<PromptPrediction>>,
+    /// On a remote prefill rank.
+    pub(super) prefilling: Option<Box<PromptPrediction>>,
+}
+
+impl RequestPredictions {
+    /// Records one more output block on the rank that generates it.
+    pub fn add_output_block(&mut self) {
+        self.answering
+            .iter_mut()
+            .for_each(|prediction| prediction.add_output_blocks(1));
+    }
+}
+
+/// Prompts that were sent to a rank whose cache is predicted, for the predictors of other replicas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoutedPrompts {
+    /// Worker rank.
+    pub rank: WorkerRank,
+    /// Tokens per block.
+    pub block_size: BlockSize,
+    /// Complete blocks of each prompt.
+    pub prompts: Vec<Vec<LocalHash>>,
+}
+
+impl RoutedPrompts {
+    /// Prompts sent to a member.
+    pub fn new(member: &FleetMember, prompts: &[BlockHashes]) -> Self {
+        let prompts = prompts
+            .iter()
+            .map(|hashes| hashes.locals().to_vec())
+            .collect();
+        Self {
+            rank: member.rank,
+            block_size: member.worker.block_size,
+            prompts,
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Overloaded and failing workers.
+
+use std::time::Duration;
+
+use super::*;
+use crate::health::HealthRules;
+use crate::policy::{EligibilityError, OverloadThresholds};
+use crate::worker::DpRank;
+
+const OK: WorkerResponse = WorkerResponse {
+    status: 200,
+    origin: ResponseOrigin::Chosen,
+};
+const BUSY: WorkerResponse = WorkerResponse {
+    status: 503,
+    origin: ResponseOrigin::Chosen,
+};
+const DEAD: WorkerResponse = WorkerResponse {
+    status: 503,
+    origin: ResponseOrigin::Gateway,
+};
+
+fn ids(router: &Router, times: u64) -> Vec<u64> {
+    let mut ids: Vec<u64> = (0..times)
+        .map(|at| {
+            router
+                .route(request(&[vec![at]]))
+                .unwrap()
+                .route
+                .to
+                .rank
+                .worker
+                .0
+        })
+        .collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+fn booked_at(router: &Router, id: u64) -> Placement {
+    let mut request = request(&[vec![7]]);
+    request.constraints.allowed = Some([WorkerId(id)].into());
+    router.route(request).unwrap()
+}
+
+#[test]
+fn overload_status_avoids_worker_for_mark_duration() {
+    let clock = Clock::default();
+    let router = clocked([worker(1), worker(2)], RouterSettings::default(), &clock);
+    router.on_response(&mut booked_at(&router, 1), BUSY);
+    assert_eq!(ids(&router, 50), [2]);
+    clock.advance(Duration::from_millis(1001));
+    assert_eq!(ids(&router, 50), [1, 2]);
+}
+
+#[test]
+fn overload_action_applies_when_all_are_overloaded() {
+    for (when_all_overloaded, rejected) in [
+        (OverloadAction::Route, false),
+        (OverloadAction::Reject, true),
+    ] {
+        let router = router_of(
+            [worker(1)],
+            RouterSettings {
+                when_all_overloaded,
+                ..RouterSettings::default()
+            },
+        );
+        router.on_response(&mut booked_at(&router, 1), BUSY);
+        let routed = router.route(request(&[vec![1]]));
+        let expected = RouteError::Overloaded(EligibilityError::AllEligibleWorkersOverloaded);
+        assert_eq!(routed.as_ref().err(), rejected.then_some(&expected));
+    }
+}
+
+#[test]
+fn sheddable_request_is_rejected_when_all_overloaded() {
+    let router = router_of([worker(1), worker(2)], RouterSettings::default());
+    let of_priority = |strict| {
+        let mut request = request(&[vec![1]]);
+        request.priority.strict = strict;
+        router
+            .route(request)
+            .map(|booked| booked.route.to.rank.worker.0)
+    };
+    router.on_response(&mut booked_at(&router, 1), BUSY);
+    assert_eq!(of_priority(-1), Ok(2));
+    router.on_response(&mut booked_at(&router, 2), BUSY);
+    let refused = Err(RouteError::Overloaded(
+        EligibilityError::AllEligibleWorkersOverloaded,
+    ));
+    assert_eq!(of_priority(-1), refused);
+    assert!(of_priority(0).is_ok() && of_priority(1).is_ok());
+}
+
+#[test]
+fn overloaded_worker_is_avoided_until_below_threshold() {
+    let overload = OverloadThresholds {
+        prefill_tokens: Some(40),
+        ..OverloadThresholds::default()
+    };
+    let router = router_of(
+        [worker(1), worker(2)],
+        RouterSettings {
+            overload,
+            ..RouterSettings::default()
+        },
+    );
+    let mut long = request(&[(0..10).collect()]);
+    long.constraints.allowed = Some([WorkerId(1)].into());
+    let held = router.route(long).unwrap();
+    assert_eq!(ids(&router, 20), [2]);
+    drop(held);
+    assert_eq!(ids(&router, 50), [1, 2]);
+}
+
+#[test]
+fn failing_worker_is_ejected_probed_and_readmitted() {
+    let clock = Clock::default();
+    let health = HealthRules {
+        consecutive_failures: 3,
+        base_ejection_time: Duration::from_secs(1),
+        max_ejection_time: Duration::from_secs(60),
+    };
+    let router = clocked(
+        [worker(1), worker(2)],
+        RouterSettings {
+            health,
+            ..RouterSettings::default()
+        },
+        &clock,
+    );
+    for _ in 0..3 {
+        router.on_response(&mut booked_at(&router, 1), DEAD);
+    }
+    assert_eq!(router.ejected_workers(), [WorkerId(1)]);
+    assert_eq!(ids(&router, 50), [2]);
+
+    clock.advance(Duration::from_secs(1));
+    let mut probe = held_until(&router, WorkerId(1));
+    assert_eq!(probe.probes.len(), 1);
+    assert_eq!(ids(&router, 50), [2], "exactly one request probes it");
+    router.on_response(&mut probe, DEAD);
+    drop(probe);
+    clock.advance(Duration::from_millis(1999));
+    assert_eq!(ids(&router, 50), [2], "twice as long");
+    clock.advance(Duration::from_millis(1));
+    router.on_response(&mut held_until(&router, WorkerId(1)), OK);
+    assert_eq!(router.ejected_workers(), []);
+    assert_eq!(ids(&router, 50), [1, 2]);
+}
+
+/// Routes and books requests until the worker is chosen.
+fn held_until(router: &Router, worker: WorkerId) -> Placement {
+    let mut held = Vec::new();
+    for at in 0..50 {
+        let booked = router.route(request(&[vec![1000 + at]])).unwrap();
+        if booked.route.to.rank
+            == (WorkerRank {
+                worker,
+                rank: DpRank(0),
+            })
+        {
+            return booked;
+        }
+        held.push(booked);
+    }
+    panic!("{worker} was never chosen");
+}
+
+#[test]
+fn all_unhealthy_workers_are_eligible() {
+    let router = router_of([worker(1), worker(2)], RouterSettings::default());
+    for id in [1, 2] {
+        for _ in 0..3 {
+            router.on_response(&mut booked_at(&router, id), DEAD);
+        }
+    }
+    assert_eq!(router.ejected_workers(), [WorkerId(1), WorkerId(2)]);
+    assert_eq!(ids(&router, 50), [1, 2]);
+}
+
+#[test]
+fn overload_status_of_other_worker_marks_it() {
+    let router = router_of([worker(1), worker(2), worker(3)], RouterSettings::default());
+    router.on_response(
+        &mut booked_at(&router, 1),
+        WorkerResponse {
+            status: 429,
+            origin: ResponseOrigin::Other(WorkerId(2)),
+        },
+    );
+    assert_eq!(ids(&router, 50), [1, 3]);
+}

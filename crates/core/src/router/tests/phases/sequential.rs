@@ -1,0 +1,216 @@
+//! Sequential prefills: each phase is booked while its worker has the request.
+
+use super::*;
+
+fn first(failed: &[u64]) -> RouteRequest {
+    let failed = failed.iter().map(|id| WorkerId(*id)).collect();
+    RouteRequest {
+        phases: PhaseSelection::PrefillFirst { failed },
+        ..request(&[vec![1, 2, 3]])
+    }
+}
+
+fn taking_over(done: CompletedPrefill) -> RouteRequest {
+    RouteRequest {
+        phases: PhaseSelection::Decode(Box::new(done)),
+        ..request(&[vec![1, 2, 3]])
+    }
+}
+
+#[test]
+fn sequential_prefill_books_each_phase_separately() {
+    let router = router_of(pools(), RouterSettings::default());
+    let prefilling = router.route(first(&[])).unwrap();
+    let prefill = prefilling.route.prefill().unwrap().to.rank.worker.0;
+    assert_eq!(load_of(&router, prefill), (0, 13, 1));
+    assert_eq!(
+        (load_of(&router, 11), load_of(&router, 12)),
+        ((0, 0, 0), (0, 0, 0)),
+        "the decode is not booked yet"
+    );
+
+    // Meanwhile another request fills the worker that would have been chosen.
+    let foreseen = prefilling.route.to.rank.worker;
+    let pin = Constraints {
+        pin: pinned(foreseen.0),
+        ..Constraints::default()
+    };
+    let other = router
+        .route(RouteRequest {
+            constraints: pin,
+            ..request(&[(10..20).collect()])
+        })
+        .unwrap();
+    let done = router.completed_prefill(&prefilling.route).unwrap();
+    drop(prefilling);
+    assert_eq!(done.prefill.to.rank.worker.0, prefill);
+    let mut decoding = router.route(taking_over(done)).unwrap();
+    let decode = decoding.route.to.rank.worker;
+    assert_ne!(decode, foreseen);
+    assert_eq!(
+        load_of(&router, decode.0),
+        (3, 0, 1),
+        "its blocks, and no prefill"
+    );
+    assert_eq!(
+        decoding.route.prefill().unwrap().to.rank.worker.0,
+        prefill,
+        "the route names the prefill worker"
+    );
+    assert!(
+        !decoding.reservation.on_first_token(),
+        "there is no prefill left to end"
+    );
+    drop((decoding, other));
+    assert_eq!(
+        router
+            .load()
+            .snapshot()
+            .iter()
+            .map(|load| load.active_requests)
+            .sum::<u64>(),
+        0
+    );
+}
+
+#[test]
+fn failed_prefill_workers_are_excluded_from_retry() {
+    let lenient = router_of(pools(), enforcing(false));
+    let by = |failed: &[u64]| {
+        Some(
+            lenient
+                .route(first(failed))
+                .unwrap()
+                .route
+                .prefill()?
+                .to
+                .rank
+                .worker
+                .0,
+        )
+    };
+    assert_eq!([by(&[1]), by(&[2]), by(&[1, 2])], [Some(2), Some(1), None]);
+    let together = |router: &Router| {
+        router
+            .route(RouteRequest {
+                phases: PhaseSelection::Local(LocalPrefillReason::PrefillFailed),
+                ..request(&[vec![1, 2]])
+            })
+            .unwrap()
+    };
+    let booked = together(&lenient);
+    assert_eq!(
+        booked.route.phases,
+        PhaseAssignment::Local(LocalPrefillReason::PrefillFailed)
+    );
+    assert_eq!(
+        load_of(&lenient, booked.route.to.rank.worker.0),
+        (2, 9, 1),
+        "with its prefill"
+    );
+    let none = router_of([worker(21)], enforcing(false));
+    assert_eq!(
+        together(&none).route.phases,
+        PhaseAssignment::Aggregated,
+        "no worker can run the prefill"
+    );
+    assert_eq!(
+        router_of(pools(), enforcing(true))
+            .route(first(&[1, 2]))
+            .unwrap_err(),
+        RouteError::NoPrefill
+    );
+}
+
+#[test]
+fn decode_worker_is_in_reach_of_prefill_worker() {
+    let at = |worker: Worker, zone: &str| Worker {
+        topology: BTreeMap::from([("zone".to_owned(), zone.to_owned())]),
+        kv_transfer: Some(KvTransferRule {
+            domain: "zone".to_owned(),
+            enforcement: TransferEnforcement::Required,
+        }),
+        ..worker
+    };
+    let workers = [
+        at(with_role(1, WorkerRole::Prefill), "a"),
+        at(with_role(11, WorkerRole::Decode), "b"),
+        at(with_role(12, WorkerRole::Decode), "a"),
+    ];
+    let router = router_of(workers.clone(), enforcing(false));
+    let booked = router.route(first(&[])).unwrap();
+    let done = router.completed_prefill(&booked.route).unwrap();
+    assert_eq!(
+        router
+            .route(taking_over(done.clone()))
+            .unwrap()
+            .route
+            .to
+            .rank
+            .worker,
+        WorkerId(12)
+    );
+    publish(&router, workers.into_iter().take(2));
+    assert_eq!(
+        router.route(taking_over(done)).unwrap_err(),
+        RouteError::NoCandidate,
+        "out of reach"
+    );
+}
+
+#[test]
+fn decode_only_workers_never_compute_prompts() {
+    let asks = |step| RouteRequest {
+        phases: step,
+        decode_capability: DecodeCapability::DecodeOnly,
+        ..request(&[vec![1, 2]])
+    };
+    let conditional = Some(ConditionalPrefillConfig {
+        uncached_share: 2.0,
+        ..ConditionalPrefillConfig::default()
+    });
+    let settings = RouterSettings {
+        disaggregation: DisaggregationConfig {
+            enforce: false,
+            conditional,
+        },
+        ..RouterSettings::default()
+    };
+    let decoders = || {
+        pools()
+            .into_iter()
+            .filter(|worker| worker.role == WorkerRole::Decode)
+    };
+    let router = router_of(pools(), settings);
+    assert!(
+        router
+            .route(asks(PhaseSelection::Both))
+            .unwrap()
+            .route
+            .prefill()
+            .is_some(),
+        "even for a short prompt"
+    );
+    let together = || asks(PhaseSelection::Local(LocalPrefillReason::NotSplittable));
+    assert_eq!(router.route(together()).unwrap_err(), RouteError::NoPrefill);
+    publish(&router, decoders());
+    assert_eq!(
+        router.route(asks(PhaseSelection::Both)).unwrap_err(),
+        RouteError::NoPrefill
+    );
+    publish(&router, decoders().chain([worker(21)]));
+    assert_eq!(
+        router
+            .route(asks(PhaseSelection::Both))
+            .unwrap()
+            .route
+            .to
+            .rank
+            .worker,
+        WorkerId(21)
+    );
+    assert_eq!(
+        router.route(together()).unwrap().route.to.rank.worker,
+        WorkerId(21)
+    );
+}

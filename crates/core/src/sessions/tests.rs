@@ -1,0 +1,536 @@
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::worker::{DpRank, WorkerId, WorkerRank};
+
+mod model;
+mod replication;
+mod tenants;
+
+const TTL: u64 = 10;
+
+/// Manual clock.
+#[derive(Clone)]
+struct ManualClock {
+    start: Instant,
+    seconds: Arc<AtomicU64>,
+}
+
+impl ManualClock {
+    fn new() -> Self {
+        Self {
+            start: Instant::now(),
+            seconds: Arc::default(),
+        }
+    }
+
+    fn forward(&self, seconds: u64) {
+        self.seconds.fetch_add(seconds, Ordering::Relaxed);
+    }
+
+    fn now(&self) -> Instant {
+        self.start + Duration::from_secs(self.seconds.load(Ordering::Relaxed))
+    }
+}
+
+fn sessions(most_sessions: usize) -> (Arc<SessionStore>, ManualClock) {
+    recording_sessions(most_sessions, None)
+}
+
+/// Creates a store that records moves, and updates under the id of a replica.
+fn recording_sessions(
+    most_sessions: usize,
+    updates_by: Option<u64>,
+) -> (Arc<SessionStore>, ManualClock) {
+    let time = ManualClock::new();
+    let rules = SessionRules {
+        ttl: Duration::from_secs(TTL),
+        most_sessions,
+        most_sessions_per_tenant: 2,
+        longest_id: 8,
+    };
+    let clock = time.clone();
+    let recording = SessionRecording {
+        moves: true,
+        updates_by,
+    };
+    let sessions = SessionStore::with_listener(rules, move || clock.now(), recording, Arc::new(()));
+    (sessions, time)
+}
+
+/// Returns the bindings that ended since the last call, after removing expired ones.
+fn ended_bindings(sessions: &SessionStore) -> Vec<SessionBinding> {
+    sessions.expire();
+    let left = |moved| match moved {
+        SessionMove::Unbound(binding) => Some(binding),
+        SessionMove::Bound(_) | SessionMove::HandedOver(_) | SessionMove::TakenOver(_) => None,
+    };
+    sessions.take_moves().into_iter().filter_map(left).collect()
+}
+
+fn rank(worker: u64) -> WorkerRank {
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(0),
+    }
+}
+
+fn enter(sessions: &Arc<SessionStore>, id: &str) -> SessionEntry {
+    sessions
+        .enter(SessionName {
+            id,
+            parent: None,
+            model: None,
+            tenant: None,
+        })
+        .unwrap()
+}
+
+fn first(entry: SessionEntry) -> PendingBinding {
+    match entry {
+        SessionEntry::First(binding) => binding,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn bound(entry: SessionEntry) -> SessionLease {
+    match entry {
+        SessionEntry::Bound(hold) => hold,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn waiting(entry: SessionEntry) -> BindingWait {
+    match entry {
+        SessionEntry::Deciding(waiting) => waiting,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Waker that records its wake-up.
+#[derive(Default)]
+struct Bell(AtomicBool);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Bell {
+    fn rang(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+}
+
+fn poll(waiting: &mut BindingWait, bell: &Arc<Bell>) -> Option<Result<SessionEntry, SessionError>> {
+    match pin!(waiting).poll(&mut Context::from_waker(&Waker::from(bell.clone()))) {
+        Poll::Ready(entry) => Some(entry),
+        Poll::Pending => None,
+    }
+}
+
+#[test]
+fn session_stays_bound_until_ttl() {
+    let (sessions, time) = sessions(8);
+    let hold = first(enter(&sessions, "a")).bind(rank(1));
+    time.forward(TTL * 5);
+    assert_eq!(
+        bound(enter(&sessions, "a")).target(),
+        rank(1),
+        "a request is running"
+    );
+    drop(hold);
+    time.forward(TTL - 1);
+    drop(bound(enter(&sessions, "a")));
+    time.forward(TTL - 1);
+    assert_eq!(bound(enter(&sessions, "a")).target(), rank(1));
+    time.forward(TTL);
+    drop(first(enter(&sessions, "a")));
+    assert_eq!(sessions.counts(), SessionCounts::default());
+    let binding = SessionBinding {
+        id: "a".to_owned(),
+        group: false,
+        tenant: None,
+        target: rank(1),
+        idle: None,
+    };
+    assert_eq!(
+        sessions.take_moves(),
+        [
+            SessionMove::Bound(binding.clone()),
+            SessionMove::Unbound(binding)
+        ]
+    );
+    assert_eq!(sessions.take_moves(), []);
+}
+
+#[test]
+fn waiting_requests_wake_with_first_decision() {
+    let (sessions, _) = sessions(8);
+    let binding = first(enter(&sessions, "a"));
+    let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
+    let mut two = [
+        waiting(enter(&sessions, "a")),
+        waiting(enter(&sessions, "a")),
+    ];
+    for (waiting, bell) in two.iter_mut().zip(&bells) {
+        assert!(poll(waiting, bell).is_none());
+    }
+    assert_eq!(
+        sessions.counts(),
+        SessionCounts {
+            sessions: 1,
+            running: 0,
+            waiting: 2
+        }
+    );
+    let hold = binding.bind(rank(3));
+    for (mut waiting, bell) in two.into_iter().zip(&bells) {
+        assert!(bell.rang());
+        assert_eq!(
+            bound(poll(&mut waiting, bell).unwrap().unwrap()).target(),
+            rank(3)
+        );
+    }
+    assert_eq!(
+        sessions.counts(),
+        SessionCounts {
+            sessions: 1,
+            running: 1,
+            waiting: 0
+        }
+    );
+    drop(hold);
+    assert_eq!(
+        sessions.counts(),
+        SessionCounts {
+            sessions: 1,
+            running: 0,
+            waiting: 0
+        }
+    );
+}
+
+#[test]
+fn next_request_decides_after_abandoned_binding() {
+    let (sessions, _) = sessions(8);
+    let binding = first(enter(&sessions, "a"));
+    let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
+    let mut two = [
+        waiting(enter(&sessions, "a")),
+        waiting(enter(&sessions, "a")),
+    ];
+    for (waiting, bell) in two.iter_mut().zip(&bells) {
+        assert!(poll(waiting, bell).is_none());
+    }
+    drop(binding);
+    assert!(bells.iter().all(|bell| bell.rang()));
+    let binding = first(poll(&mut two[1], &bells[1]).unwrap().unwrap());
+    assert!(poll(&mut two[0], &bells[0]).is_none());
+    drop(binding.bind(rank(2)));
+    assert!(bells[0].rang() && !bells[1].rang());
+    assert_eq!(
+        bound(poll(&mut two[0], &bells[0]).unwrap().unwrap()).target(),
+        rank(2)
+    );
+}
+
+#[test]
+fn cancelled_waiter_leaves_no_trace() {
+    let (sessions, _) = sessions(8);
+    let binding = first(enter(&sessions, "a"));
+    let bell = Arc::new(Bell::default());
+    let mut waiting = waiting(enter(&sessions, "a"));
+    assert!(poll(&mut waiting, &bell).is_none());
+    drop(waiting);
+    assert_eq!(
+        (sessions.counts().waiting, Arc::strong_count(&bell)),
+        (0, 1)
+    );
+    drop(binding);
+    assert!(!bell.rang());
+    assert_eq!(sessions.counts(), SessionCounts::default());
+}
+
+#[test]
+fn sessions_of_removed_worker_are_rebound() {
+    let (sessions, _) = sessions(8);
+    drop(first(enter(&sessions, "idle")).bind(rank(1)));
+    let hold = first(enter(&sessions, "busy")).bind(rank(1));
+    drop(first(enter(&sessions, "other")).bind(rank(2)));
+    sessions.retain(|worker| worker != WorkerId(1));
+    assert_eq!(
+        sessions.counts(),
+        SessionCounts {
+            sessions: 2,
+            running: 1,
+            waiting: 0
+        }
+    );
+    assert_eq!(ended_bindings(&sessions).len(), 2);
+    let again = first(enter(&sessions, "busy")).bind(rank(3));
+    drop((hold, again));
+    assert_eq!(bound(enter(&sessions, "busy")).target(), rank(3));
+    assert_eq!(bound(enter(&sessions, "other")).target(), rank(2));
+    drop(first(enter(&sessions, "idle")));
+}
+
+#[test]
+fn soft_affinity_rebinds_session() {
+    let (sessions, _) = sessions(8);
+    let mut hold = first(enter(&sessions, "a")).bind(rank(1));
+    hold.rebind(rank(1));
+    assert_eq!(ended_bindings(&sessions), []);
+    hold.rebind(rank(2));
+    assert_eq!(bound(enter(&sessions, "a")).target(), rank(2));
+    assert_eq!(ended_bindings(&sessions)[0].target, rank(1));
+}
+
+#[test]
+fn last_request_ends_session_unless_reused() {
+    let (sessions, _) = sessions(8);
+    let last = first(enter(&sessions, "a")).bind(rank(1));
+    let other = bound(enter(&sessions, "a"));
+    last.finish();
+    drop(last);
+    assert_eq!(
+        sessions.counts().sessions,
+        1,
+        "another request of the session is running"
+    );
+    drop(other);
+    assert_eq!(sessions.counts().sessions, 0);
+    let last = first(enter(&sessions, "a")).bind(rank(1));
+    last.finish();
+    let again = bound(enter(&sessions, "a"));
+    drop((last, again));
+    assert_eq!(sessions.counts().sessions, 1);
+}
+
+#[test]
+fn child_sessions_share_a_group_without_parent() {
+    let (sessions, _) = sessions(8);
+    let child = |id| {
+        sessions
+            .enter(SessionName {
+                id,
+                parent: Some("p"),
+                model: None,
+                tenant: None,
+            })
+            .unwrap()
+    };
+    let hold = first(child("c1")).bind(rank(1));
+    hold.finish();
+    drop(hold);
+    assert_eq!(
+        bound(child("c2")).target(),
+        rank(1),
+        "the end of one child does not end the group"
+    );
+    drop(first(enter(&sessions, "p")));
+    drop(first(enter(&sessions, "c1")));
+}
+
+#[test]
+fn oversized_ids_and_counts_are_rejected() {
+    let (sessions, time) = sessions(1);
+    let refused = |id, parent| {
+        sessions
+            .enter(SessionName {
+                id,
+                parent,
+                model: None,
+                tenant: None,
+            })
+            .unwrap_err()
+    };
+    assert_eq!(
+        refused("", None),
+        SessionError::IdLength { bytes: 0, most: 8 }
+    );
+    assert_eq!(
+        refused("123456789", None),
+        SessionError::IdLength { bytes: 9, most: 8 }
+    );
+    assert_eq!(
+        refused("1", Some("123456789")),
+        SessionError::IdLength { bytes: 9, most: 8 }
+    );
+    let hold = first(enter(&sessions, "12345678")).bind(rank(1));
+    time.forward(TTL);
+    assert_eq!(refused("2", None), SessionError::Full { most: 1 });
+    drop(hold);
+    drop(first(enter(&sessions, "2")));
+}
+
+#[test]
+fn full_store_evicts_least_recently_used_session() {
+    let (sessions, time) = sessions(3);
+    let running = first(enter(&sessions, "running")).bind(rank(1));
+    for id in ["old", "older"] {
+        drop(first(enter(&sessions, id)).bind(rank(2)));
+        time.forward(1);
+    }
+    drop(bound(enter(&sessions, "old")));
+    let new = first(enter(&sessions, "new")).bind(rank(3));
+    assert_eq!(
+        ended_bindings(&sessions),
+        [SessionBinding {
+            id: "older".to_owned(),
+            group: false,
+            tenant: None,
+            target: rank(2),
+            idle: None
+        }]
+    );
+    assert_eq!(bound(enter(&sessions, "old")).target(), rank(2));
+    drop((running, new));
+}
+
+#[test]
+fn sessions_of_different_models_are_different_ones() {
+    let (sessions, _) = sessions(8);
+    let of = |model, parent| {
+        sessions
+            .enter(SessionName {
+                id: "a",
+                parent,
+                model,
+                tenant: None,
+            })
+            .unwrap()
+    };
+    for (nth, parent) in [None, Some("p")].into_iter().enumerate() {
+        let nth = nth as u64 * 10;
+        let one = first(of(Some("m1"), parent)).bind(rank(nth + 1));
+        let two = first(of(Some("m2"), parent)).bind(rank(nth + 2));
+        let targets = (
+            bound(of(Some("m1"), parent)).target(),
+            bound(of(Some("m2"), parent)).target(),
+        );
+        assert_eq!(targets, (rank(nth + 1), rank(nth + 2)));
+        drop((one, two));
+    }
+}
+
+#[test]
+fn invalid_rules_are_rejected_by_name() {
+    let rules = SessionRules::default();
+    let ttl = |ttl| SessionRules { ttl, ..rules };
+    for (name, rules) in [
+        ("ttl", ttl(Duration::from_millis(999))),
+        ("ttl", ttl(Duration::from_secs(31_536_001))),
+        (
+            "max_sessions",
+            SessionRules {
+                most_sessions: 0,
+                ..rules
+            },
+        ),
+        (
+            "max_id_length",
+            SessionRules {
+                longest_id: 0,
+                ..rules
+            },
+        ),
+    ] {
+        assert_eq!(rules.validate().unwrap_err().0, name);
+    }
+    assert_eq!(rules.validate(), Ok(()));
+}
+
+/// Runs a future on this thread.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct ThreadWaker(Thread);
+    impl Wake for ThreadWaker {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(ThreadWaker(thread::current())));
+    let mut task = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut task) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+#[test]
+fn concurrent_first_requests_share_one_target() {
+    let (sessions, _) = sessions(8);
+    let threads = (0..200u64).map(|index| {
+        let sessions = sessions.clone();
+        thread::spawn(move || {
+            let entry = match enter(&sessions, "a") {
+                SessionEntry::Deciding(wait) => block_on(wait).unwrap(),
+                entry => entry,
+            };
+            match entry {
+                SessionEntry::Bound(lease) => Some(lease),
+                // Nine of ten requests that may decide give up.
+                SessionEntry::First(binding) if index % 10 == 9 => {
+                    thread::yield_now();
+                    Some(binding.bind(rank(index)))
+                }
+                SessionEntry::First(_) => None,
+                SessionEntry::Deciding(_) => panic!("a wait ends with a decision"),
+            }
+        })
+    });
+    let mut leases = Vec::new();
+    for thread in threads.collect::<Vec<_>>() {
+        leases.extend(thread.join().unwrap());
+    }
+    assert!(leases.len() >= 20, "each request that binds has a target");
+    assert!(
+        leases
+            .windows(2)
+            .all(|pair| pair[0].target() == pair[1].target())
+    );
+    assert_eq!(
+        sessions.counts(),
+        SessionCounts {
+            sessions: 1,
+            running: leases.len(),
+            waiting: 0
+        }
+    );
+}
+
+#[test]
+fn target_lookup_does_not_enter_or_refresh_session() {
+    let (sessions, time) = sessions(10);
+    let target = |id| {
+        sessions.target(SessionName {
+            id,
+            parent: None,
+            model: None,
+            tenant: None,
+        })
+    };
+    assert_eq!(
+        (target("a"), sessions.counts()),
+        (None, SessionCounts::default())
+    );
+    let binding = first(enter(&sessions, "a"));
+    assert_eq!(target("a"), None, "no request has decided");
+    let hold = binding.bind(rank(3));
+    assert_eq!((target("a"), sessions.counts().running), (Some(rank(3)), 1));
+    drop(hold);
+    time.forward(TTL - 1);
+    assert_eq!(target("a"), Some(rank(3)));
+    time.forward(1);
+    assert_eq!(target("a"), None, "the lookup did not refresh the session");
+    assert_eq!(target("an id that is too long"), None);
+}

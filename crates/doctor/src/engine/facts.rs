@@ -1,0 +1,200 @@
+//! Facts about one worker: the engine's status pages, its response to a canary, and the messages on
+//! its event sockets.
+
+use std::time::{Duration, SystemTime};
+
+use warmroute_core::block::BlockWindows;
+use warmroute_core::parity::CanaryVerdict;
+use warmroute_core::worker::{BlockSize, DpRank, EventSource, ModelName, SocketAttach, Worker};
+use warmroute_engines::engine_client::{EngineError, EngineModel, MetricsPage, RankEventSource};
+use warmroute_engines::kv_events::event_probe::ProbedBatch;
+
+/// Response of an engine, or the error of the request.
+pub type EngineReply<T> = Result<T, EngineError>;
+
+/// Part of the configuration that describes a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum WorkerOrigin {
+    /// An entry of its own.
+    #[default]
+    Listed,
+    /// The `worker` section of a pool, for all of its pods.
+    Pod {
+        /// Namespace and name, with the port if the pod has several workers.
+        pod: String,
+        /// Pool name.
+        pool: String,
+    },
+}
+
+/// Facts about one worker.
+#[derive(Clone, Debug)]
+pub struct WorkerFacts {
+    /// Part of the configuration that describes it.
+    pub origin: WorkerOrigin,
+    /// Configured worker, with missing settings filled in from the engine.
+    pub worker: Worker,
+    /// Cache settings in the configuration.
+    pub configured: ConfiguredCache,
+    /// Whether the event sources come from the engine, not from the configuration.
+    pub has_discovered_sources: bool,
+    /// Windows of tokens that form blocks.
+    pub windows: BlockWindows,
+    /// Configured adapter names of the model.
+    pub adapters: Vec<ModelName>,
+    /// Model name in the cache keys of images; `None` without image support or if engines report
+    /// it.
+    pub image_model: Option<String>,
+    /// Whether a setting needs the number of KV blocks.
+    pub needs_capacity: bool,
+    /// Response of the health check.
+    pub health: EngineReply<()>,
+    /// Time of the engine's `date` header, with the local time.
+    pub clock: Option<(SystemTime, SystemTime)>,
+    /// Served models.
+    pub models: EngineReply<Vec<EngineModel>>,
+    /// Metrics page.
+    pub metrics: EngineReply<MetricsPage>,
+    /// KV event publishers of its ranks.
+    pub publishers: EngineReply<Vec<RankEventSource>>,
+    /// Comparison of its tokens with those of warmroute.
+    pub parity: CanaryVerdict,
+    /// Result of a connection to the bootstrap address; `None` if it needs none.
+    pub bootstrap: Option<BootstrapReachability>,
+    /// Response to a canary with KV handoff; `None` if none was sent.
+    pub kv_handoff: Option<EngineReply<serde_json::Value>>,
+    /// Whether a worker on another machine may fetch its KV.
+    pub has_remote_decoders: bool,
+    /// Facts per rank.
+    pub ranks: Vec<RankFacts>,
+    /// The step that was running at the deadline; `None` if all were complete.
+    pub overdue_step: Option<OverdueStep>,
+}
+
+/// Step that was running when the checks of a worker timed out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OverdueStep {
+    /// Name of the step.
+    pub name: String,
+    /// Deadline of the whole worker.
+    pub deadline: Duration,
+}
+
+/// Cache settings of a worker in the configuration; `None` if not set.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ConfiguredCache {
+    /// Tokens per block of its model.
+    pub block_size: Option<BlockSize>,
+    /// KV blocks of one rank.
+    pub total_kv_blocks: Option<u64>,
+}
+
+/// Result of a connection to a bootstrap address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BootstrapReachability {
+    /// The connection was accepted.
+    Listening,
+    /// The connection was refused.
+    Refused,
+    /// The address is unreachable from here.
+    Unknown(String),
+}
+
+/// Facts about one data-parallel rank.
+#[derive(Clone, Debug)]
+pub struct RankFacts {
+    /// Rank number.
+    pub rank: DpRank,
+    /// Configured event source.
+    pub source: Option<EventSource>,
+    /// Outcome of attaching to the event source.
+    pub attachment: Option<AttachOutcome>,
+    /// Received messages.
+    pub messages: Vec<ProbedBatch>,
+    /// Response to the canary; `None` if none was sent.
+    pub canary: Option<EngineReply<CanaryReply>>,
+    /// Number of batches from the replay endpoint: the outer `None` if it was not queried, the
+    /// inner one if it did not respond.
+    pub replay: Option<Option<usize>>,
+    /// Time spent listening.
+    pub listen_timeout: Duration,
+}
+
+/// Outcome of attaching to an event source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AttachOutcome {
+    /// Attached as configured.
+    Attached(SocketAttach),
+    /// The connection was refused.
+    ConnectRefused(String),
+    /// The bind failed.
+    BindRefused(String),
+    /// The bind failed, and this endpoint accepts connections: probably the engine binds it.
+    EngineMayBind(String),
+    /// The bind succeeded, but no engine connected.
+    NoPeer,
+    /// The bind succeeded, no engine connected, and the engine accepts connections at this
+    /// endpoint.
+    EngineBinds(String),
+}
+
+/// Responses to a canary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CanaryReply {
+    /// Token ids from warmroute, or else from the engine.
+    pub tokens: Option<Vec<u32>>,
+    /// Prompt tokens that the engine counted.
+    pub prompt_tokens: Option<usize>,
+    /// Cached tokens of the second request; `None` if the engine does not report them.
+    pub cached: Option<usize>,
+}
+
+impl WorkerFacts {
+    /// Short name of the worker.
+    pub fn subject(&self) -> String {
+        match &self.origin {
+            WorkerOrigin::Listed => format!("worker {}", self.worker.id),
+            WorkerOrigin::Pod { pod, .. } => format!("pod {pod}"),
+        }
+    }
+
+    /// Short name of one of its ranks.
+    pub fn rank_subject(&self, rank: DpRank) -> String {
+        match (&self.origin, self.worker.ranks.size.get()) {
+            (_, 1) => self.subject(),
+            (WorkerOrigin::Listed, _) => format!("worker {}/{rank}", self.worker.id),
+            (WorkerOrigin::Pod { pod, .. }, _) => format!("pod {pod} rank {rank}"),
+        }
+    }
+
+    /// Name of the configuration section that a fix changes.
+    pub fn config_section(&self) -> String {
+        match &self.origin {
+            WorkerOrigin::Listed => format!("worker {}", self.worker.id),
+            WorkerOrigin::Pod { pod, pool } => {
+                format!("`worker` of the pool {pool} (it describes pod {pod})")
+            }
+        }
+    }
+
+    /// Returns the `kv_events` setting for an endpoint. Pods have only ports.
+    pub fn kv_events_setting(&self, key: &str, endpoint: &str) -> String {
+        let port = endpoint.rsplit(':').next().unwrap_or("5557");
+        match (&self.origin, key) {
+            (WorkerOrigin::Listed, _) => format!("{key}: \"{endpoint}\""),
+            (WorkerOrigin::Pod { .. }, "endpoint") => format!("port: {port}"),
+            (WorkerOrigin::Pod { .. }, _) => format!("replay_port: {port}"),
+        }
+    }
+}
+
+/// Describes the error of a request.
+pub fn describe_error(error: &EngineError) -> String {
+    match error {
+        EngineError::Status {
+            status,
+            message: Some(message),
+        } => format!("status {status}: {message}"),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,425 @@
+//! Checks of the Kubernetes pools. Pure functions from reports of the pools to findings.
+
+use std::fmt;
+
+use super::finding::{Finding, FindingBuilder};
+
+/// Maximum number of pods that one finding names.
+const MAX_NAMES: usize = 5;
+
+/// State of one pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolReport {
+    /// Name in the configuration.
+    pub title: String,
+    /// Reason why its pods are unknown.
+    pub failure: Option<PoolFailure>,
+    /// Missing permissions.
+    pub missing_rights: Vec<MissingRight>,
+    /// Reason why the permissions are unknown.
+    pub rights_error: Option<String>,
+    /// Number of pods.
+    pub pods: usize,
+    /// Number of workers: one for each port of each usable pod.
+    pub workers: usize,
+    /// Pods that accept no requests, with the reason.
+    pub unready: Vec<(String, String)>,
+    /// Errors of pods that cannot be workers.
+    pub unusable: Vec<String>,
+}
+
+/// Reason why the pods of a pool are unknown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PoolFailure {
+    /// There is no InferencePool of this name.
+    Missing,
+    /// The InferencePool has no selector.
+    NoSelector,
+    /// The InferencePool does not have the expected form.
+    Unreadable(String),
+    /// A failed request: error and kind of cause.
+    Request(String, RequestCause),
+}
+
+/// Kind of cause of a failed request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestCause {
+    /// There are no usable credentials.
+    Credentials,
+    /// 401.
+    Unauthorized,
+    /// 403.
+    Forbidden,
+    /// 404: the kind is not installed.
+    NotInstalled,
+    /// The certificate of the API server is not accepted.
+    Certificate,
+    /// The API server cannot be reached, or does not answer.
+    Unreachable,
+    /// Another error status.
+    Other,
+}
+
+/// Verb that a Role lacks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MissingRight {
+    /// `list` or `watch`.
+    pub verb: &'static str,
+    /// Plural of the kind.
+    pub resource: &'static str,
+    /// API group; empty for pods.
+    pub group: &'static str,
+}
+
+impl fmt::Display for PoolFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => f.write_str("there is no such InferencePool"),
+            Self::NoSelector => f.write_str("the InferencePool has no selector"),
+            Self::Unreadable(reason) => write!(f, "the InferencePool cannot be read: {reason}"),
+            Self::Request(error, _) => f.write_str(error),
+        }
+    }
+}
+
+/// Returns the findings about all pools, and about the conflicts between their workers.
+pub fn check_pools(pools: &[PoolReport], conflicts: &[String]) -> Vec<Finding> {
+    let of_pools = pools.iter().flat_map(check_pool);
+    let conflicts = conflicts.iter().map(|conflict| {
+        FindingBuilder::new("kubernetes.pods", "all pools").warning(
+            format!("not used: {conflict}"),
+            "give each pod an address, a port and an id of its own, and let each pod be selected \
+            by one pool only",
+        )
+    });
+    of_pools.chain(conflicts).collect()
+}
+
+fn check_pool(pool: &PoolReport) -> Vec<Finding> {
+    let mut findings = vec![check_pods(pool)];
+    findings.extend(check_unready(pool));
+    findings.extend(pool.unusable.iter().map(|reason| {
+        pool_check("kubernetes.pods", pool).warning(
+            format!("not used: {reason}"),
+            "correct the label, the annotation or the status that is named",
+        )
+    }));
+    findings.push(check_rights(pool));
+    findings
+}
+
+fn pool_check(check: &'static str, pool: &PoolReport) -> FindingBuilder {
+    FindingBuilder::new(check, format!("pool {}", pool.title))
+}
+
+fn check_pods(pool: &PoolReport) -> Finding {
+    let at = pool_check("kubernetes.pool", pool);
+    if let Some(failure) = &pool.failure {
+        return at.error(failure.to_string(), failure_fix(pool, failure));
+    }
+    let PoolReport { pods, workers, .. } = pool;
+    match (pods, workers) {
+        (0, _) => at.error(
+            "no pod has the labels of its selector",
+            "compare the selector with the labels of the pods (`kubectl get pods --show-labels`), \
+            and the namespace",
+        ),
+        (_, 0) => at.error(
+            format!("none of its {} can be a worker", count_noun(*pods, "pod")),
+            "see the findings about its pods, and `kubectl describe pods`",
+        ),
+        _ => at.ok(format!(
+            "{}, {}",
+            count_noun(*pods, "pod"),
+            count_noun(*workers, "worker")
+        )),
+    }
+}
+
+fn failure_fix(pool: &PoolReport, failure: &PoolFailure) -> String {
+    let fix = match failure {
+        PoolFailure::Missing => {
+            return format!(
+                "create the InferencePool, or correct `name` and `namespace` of the pool {} under \
+                `workers.kubernetes.pools`",
+                pool.title
+            );
+        }
+        PoolFailure::NoSelector => "set `spec.selector.matchLabels` of the InferencePool",
+        PoolFailure::Unreadable(_) => {
+            "correct the InferencePool (`kubectl get inferencepools -o yaml`)"
+        }
+        PoolFailure::Request(_, cause) => match cause {
+            RequestCause::Credentials => {
+                "set `automountServiceAccountToken: true` in the pod of warmroute, or \
+                `workers.kubernetes.kubeconfig`"
+            }
+            RequestCause::Unauthorized => {
+                "write a valid token to that file (`kubectl create token SERVICEACCOUNT`); the \
+                ServiceAccount must still exist"
+            }
+            RequestCause::Forbidden => {
+                "add the verb to the Role, and bind the Role to the ServiceAccount \
+                (examples/kubernetes/warmroute/rbac.yaml)"
+            }
+            RequestCause::NotInstalled => {
+                "install the CustomResourceDefinitions of the Gateway API inference extension, or \
+                write `selector` and `ports` \
+                 in place of `name`"
+            }
+            RequestCause::Certificate => {
+                "write the certificate authority of the API server to that file, as `kubectl get \
+                configmap kube-root-ca.crt -o \
+                 yaml` shows it"
+            }
+            RequestCause::Unreachable => {
+                "check that the API server answers there (`kubectl get --raw /readyz`), and the \
+                NetworkPolicies of the pod of warmroute"
+            }
+            RequestCause::Other => "check the log of the API server, and of any proxy before it",
+        },
+    };
+    fix.to_owned()
+}
+
+fn check_unready(pool: &PoolReport) -> Option<Finding> {
+    if pool.unready.is_empty() {
+        return None;
+    }
+    let named = pool
+        .unready
+        .iter()
+        .take(MAX_NAMES)
+        .map(|(pod, reason)| format!("{pod}: {reason}"));
+    let mut named: Vec<String> = named.collect();
+    if pool.unready.len() > MAX_NAMES {
+        named.push(format!("and {} more", pool.unready.len() - MAX_NAMES));
+    }
+    let message = format!(
+        "{} of {} not ready: {}",
+        pool.unready.len(),
+        count_noun(pool.pods, "pod"),
+        named.join("; ")
+    );
+    let (pod, _) = pool.unready.first()?;
+    let (namespace, name) = pod.split_once('/').unwrap_or(("", pod));
+    let fix =
+        format!("see why: `kubectl -n {namespace} describe pod {name}`, and the log of its engine");
+    Some(pool_check("kubernetes.pods", pool).warning(message, fix))
+}
+
+fn check_rights(pool: &PoolReport) -> Finding {
+    let at = pool_check("kubernetes.rights", pool);
+    if let Some(error) = &pool.rights_error {
+        return at.skipped(format!(
+            "the API server does not say what the ServiceAccount may do: {error}"
+        ));
+    }
+    let named = |right: &MissingRight| match right.group {
+        "" => format!("{} {}", right.verb, right.resource),
+        group => format!("{} {}.{group}", right.verb, right.resource),
+    };
+    let missing: Vec<String> = pool.missing_rights.iter().map(named).collect();
+    if missing.is_empty() {
+        return at.ok("the ServiceAccount may list and watch what it needs");
+    }
+    at.error(
+        format!(
+            "the ServiceAccount may not {}: changes are seen late or not at all",
+            missing.join(", ")
+        ),
+        format!(
+            "add to the rules of its Role: {}",
+            role_rules(&pool.missing_rights)
+        ),
+    )
+}
+
+/// Formats the missing rules of a Role.
+fn role_rules(missing: &[MissingRight]) -> String {
+    let mut resources: Vec<(&str, &str)> = missing
+        .iter()
+        .map(|right| (right.group, right.resource))
+        .collect();
+    resources.dedup();
+    let rule = |(group, resource): &(&str, &str)| {
+        let verbs = missing
+            .iter()
+            .filter(|right| (right.group, right.resource) == (*group, *resource));
+        let verbs = verbs.map(|right| right.verb).collect::<Vec<_>>().join(", ");
+        format!("`{{apiGroups: [\"{group}\"], resources: [{resource}], verbs: [{verbs}]}}`")
+    };
+    resources.iter().map(rule).collect::<Vec<_>>().join(" and ")
+}
+
+fn count_noun(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::finding::FindingLevel;
+
+    fn pool(title: &str) -> PoolReport {
+        PoolReport {
+            title: title.to_owned(),
+            pods: 2,
+            workers: 2,
+            ..PoolReport::default()
+        }
+    }
+
+    fn found(pools: &[PoolReport]) -> Vec<(FindingLevel, &'static str, String, String)> {
+        let findings = check_pools(pools, &[]);
+        findings
+            .into_iter()
+            .map(|one| {
+                (
+                    one.level,
+                    one.check,
+                    one.subject,
+                    one.message + " | " + &one.fix.unwrap_or_default(),
+                )
+            })
+            .collect()
+    }
+
+    #[test]
+    fn each_failure_is_an_error_with_fix() {
+        let request = |cause| PoolFailure::Request("cannot list pods".to_owned(), cause);
+        let cases = [
+            (
+                PoolFailure::Missing,
+                "correct `name` and `namespace` of the pool other/p",
+            ),
+            (PoolFailure::NoSelector, "spec.selector.matchLabels"),
+            (
+                PoolFailure::Unreadable("port".to_owned()),
+                "correct the InferencePool",
+            ),
+            (
+                request(RequestCause::Credentials),
+                "automountServiceAccountToken: true",
+            ),
+            (request(RequestCause::Unauthorized), "kubectl create token"),
+            (request(RequestCause::Forbidden), "add the verb to the Role"),
+            (
+                request(RequestCause::NotInstalled),
+                "install the CustomResourceDefinitions",
+            ),
+            (request(RequestCause::Certificate), "certificate authority"),
+            (
+                request(RequestCause::Unreachable),
+                "kubectl get --raw /readyz",
+            ),
+            (request(RequestCause::Other), "log of the API server"),
+        ];
+        for (failure, fix) in cases {
+            let findings = found(&[
+                PoolReport {
+                    failure: Some(failure),
+                    ..pool("other/p")
+                },
+                pool("q"),
+            ]);
+            let (level, check, subject, text) = &findings[0];
+            assert_eq!(
+                (*level, *check, subject.as_str()),
+                (FindingLevel::Error, "kubernetes.pool", "pool other/p")
+            );
+            assert!(text.contains(fix), "{text}: not {fix}");
+            let healthy = (
+                FindingLevel::Ok,
+                "kubernetes.pool",
+                "pool q".to_owned(),
+                "2 pods, 2 workers | ".to_owned(),
+            );
+            assert!(findings.contains(&healthy), "{findings:#?}");
+        }
+    }
+
+    #[test]
+    fn unready_and_unusable_pods_are_named() {
+        let unready: Vec<_> = (0..7)
+            .map(|n| (format!("n/p{n}"), "its phase is Pending".to_owned()))
+            .collect();
+        let unusable = vec!["pod n/odd: its role `encode` ..".to_owned()];
+        let findings = found(&[PoolReport {
+            pods: 9,
+            workers: 1,
+            unready,
+            unusable,
+            ..pool("p")
+        }]);
+        let texts: Vec<&str> = findings
+            .iter()
+            .filter(|one| one.0 == FindingLevel::Warning)
+            .map(|one| one.3.as_str())
+            .collect();
+        let first = "7 of 9 pods not ready: n/p0: its phase is Pending; n/p1: its phase is \
+        Pending; n/p2: its phase is Pending; \
+                     n/p3: its phase is Pending; n/p4: its phase is Pending; and 2 more | see why: `kubectl -n n describe pod p0`";
+        assert!(texts[0].starts_with(first), "{texts:#?}");
+        assert!(
+            texts[1].contains("not used: pod n/odd: its role `encode`"),
+            "{texts:#?}"
+        );
+    }
+
+    #[test]
+    fn pool_without_usable_pods_is_an_error() {
+        let none = found(&[PoolReport {
+            pods: 0,
+            workers: 0,
+            ..pool("p")
+        }]);
+        assert!(
+            none[0].0 == FindingLevel::Error && none[0].3.contains("no pod has the labels"),
+            "{none:#?}"
+        );
+        let unusable = found(&[PoolReport {
+            workers: 0,
+            ..pool("p")
+        }]);
+        assert!(
+            unusable[0].0 == FindingLevel::Error && unusable[0].3.contains("none of its 2 pods"),
+            "{unusable:#?}"
+        );
+    }
+
+    #[test]
+    fn missing_verbs_are_named_with_the_rule() {
+        let right = |verb, resource, group| MissingRight {
+            verb,
+            resource,
+            group,
+        };
+        let group = "inference.networking.k8s.io";
+        let missing_rights = vec![
+            right("watch", "pods", ""),
+            right("list", "inferencepools", group),
+            right("watch", "inferencepools", group),
+        ];
+        let findings = found(&[PoolReport {
+            missing_rights,
+            ..pool("p")
+        }]);
+        let (level, check, _, text) = findings.last().unwrap();
+        assert_eq!((*level, *check), (FindingLevel::Error, "kubernetes.rights"));
+        assert!(
+            text.contains(
+                "may not watch pods, list inferencepools.inference.networking.k8s.io, watch"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains(r#"`{apiGroups: [""], resources: [pods], verbs: [watch]}`"#),
+            "{text}"
+        );
+        assert!(
+            text.contains("resources: [inferencepools], verbs: [list, watch]"),
+            "{text}"
+        );
+    }
+}

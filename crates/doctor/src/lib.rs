@@ -1,0 +1,12 @@
+//! Checks of `warmroute doctor`. Pure functions from observed facts and expected settings to findings.
+//! The caller collects the facts.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+pub mod engine;
+pub mod envoy;
+pub mod finding;
+pub mod host;
+pub mod kubernetes;
+pub mod table;

@@ -1,0 +1,468 @@
+//! HTTP client of the engines, for facts that only engines know: the tokens of a request, the block
+//! size, the sources of events. All engines share one connection pool. Calls compete with the
+//! engine's work, so they are limited in time, in response size and in number. Responses are not
+//! trusted.
+
+mod bearer;
+mod body;
+mod cache_settings;
+mod completion;
+pub mod config;
+mod connections;
+mod error;
+mod metrics;
+mod responses;
+mod url;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use reqwest::{Body, Client, Method, Response, StatusCode};
+use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
+
+use bearer::BearerToken;
+use body::{parse_json, read_body, read_refusal};
+use config::EnginesConfig;
+use connections::is_stale_connection;
+use error::{status_error, transport_error};
+
+pub use cache_settings::cache_settings;
+pub use completion::CompletionUsage;
+pub use error::EngineError;
+pub use metrics::{CacheConfig, MetricSample, MetricsPage};
+pub use responses::{
+    EngineModel, EngineRendering, RankEventSource, RenderedObject, TokenizeResponse,
+};
+pub use url::EngineUrl;
+
+/// Responses with more bytes are parsed on a blocking thread.
+const LARGE_ANSWER: usize = 64 << 10;
+
+/// Content type of all requests.
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+
+/// API whose requests an engine renders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RenderApi {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+    /// `/v1/responses`
+    Responses,
+    /// `/v1/messages`
+    Messages,
+}
+
+impl RenderApi {
+    fn path(self) -> &'static str {
+        match self {
+            RenderApi::Chat => "v1/chat/completions/render",
+            RenderApi::Completions => "v1/completions/render",
+            RenderApi::Responses => "v1/responses/render",
+            RenderApi::Messages => "v1/messages/render",
+        }
+    }
+}
+
+/// Client of all engines. Clones share one pool.
+#[derive(Clone, Debug)]
+pub struct EngineClient {
+    shared: Arc<EngineClientInner>,
+}
+
+#[derive(Debug)]
+struct EngineClientInner {
+    client: Client,
+    bearer: Option<BearerToken>,
+    max_answer: usize,
+    permits: Arc<Semaphore>,
+    deadline: Duration,
+    /// The configuration that the client was created from.
+    config: EnginesConfig,
+    ca_bundle: Option<Vec<u8>>,
+}
+
+/// One call.
+struct EngineCall<'a> {
+    method: Method,
+    engine: &'a EngineUrl,
+    path: &'a str,
+    body: Option<Bytes>,
+    /// Credentials of the client's request, used if the configuration has none.
+    credentials: Option<HeaderValue>,
+    deadline: Duration,
+}
+
+/// A client's request that is forwarded with its headers.
+pub struct ForwardedRequest<'a> {
+    /// Engine that receives it.
+    pub engine: &'a EngineUrl,
+    /// Path below the engine's address, with the query.
+    pub path: &'a str,
+    /// Headers. The configured credentials are added only if there are none and the configuration
+    /// allows it.
+    pub headers: HeaderMap,
+    /// JSON body.
+    pub body: Body,
+    /// A second body for one retry, if a repeated request is harmless.
+    pub retry_body: Option<Body>,
+    /// Maximum duration.
+    pub deadline: Duration,
+}
+
+impl EngineClient {
+    /// Creates a client. It connects with the first call.
+    pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
+        Self::build(config, read_ca_file(config)?)
+    }
+
+    /// Returns a client for another configuration, or this one if neither the configuration nor the
+    /// CA file has changed.
+    pub fn with_config(&self, config: &EnginesConfig) -> Result<Self, EngineError> {
+        let authorities = read_ca_file(config)?;
+        if self.shared.config == *config && self.shared.ca_bundle == authorities {
+            Ok(self.clone())
+        } else {
+            Self::build(config, authorities)
+        }
+    }
+
+    /// Returns true if both are the same client.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Returns a client that shares the connections, with another token and another limit of
+    /// concurrent calls.
+    #[must_use]
+    pub fn with_credentials(&self, token_file: Option<PathBuf>, in_flight: u32) -> Self {
+        let EngineClientInner {
+            client,
+            max_answer,
+            deadline,
+            ca_bundle: authorities,
+            ..
+        } = &*self.shared;
+        let config = EnginesConfig {
+            token_file,
+            max_concurrency: in_flight,
+            ..self.shared.config.clone()
+        };
+        let shared = EngineClientInner {
+            client: client.clone(),
+            bearer: config.token_file.clone().map(BearerToken::new),
+            max_answer: *max_answer,
+            permits: permits(&config),
+            deadline: *deadline,
+            ca_bundle: authorities.clone(),
+            config,
+        };
+        Self {
+            shared: Arc::new(shared),
+        }
+    }
+
+    fn build(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
+        let shared = EngineClientInner {
+            client: connections::build_pool(config, authorities.as_deref())?,
+            bearer: config.token_file.clone().map(BearerToken::new),
+            max_answer: config.max_response_size.bytes(),
+            permits: permits(config),
+            deadline: config.timeout.get(),
+            config: config.clone(),
+            ca_bundle: authorities,
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Default maximum duration of a call.
+    pub fn deadline(&self) -> Duration {
+        self.shared.deadline
+    }
+
+    /// Tokenizes a conversation or a text: `POST /tokenize`. The engine ignores
+    /// `truncate_prompt_tokens`, and of a conversation everything except messages, tools and
+    /// template settings.
+    pub async fn tokenize(
+        &self,
+        engine: &EngineUrl,
+        body: Bytes,
+        deadline: Duration,
+    ) -> Result<TokenizeResponse, EngineError> {
+        self.post(engine, "tokenize", body, deadline).await
+    }
+
+    /// Renders a request to the tokens that the engine would compute: `POST /v1/…/render` with the
+    /// request itself. Returns one rendering per prompt.
+    pub async fn render(
+        &self,
+        engine: &EngineUrl,
+        api: RenderApi,
+        body: Bytes,
+        deadline: Duration,
+    ) -> Result<Vec<EngineRendering>, EngineError> {
+        self.post::<responses::RenderResponse>(engine, api.path(), body, deadline)
+            .await?
+            .into_renderings()
+    }
+
+    /// Models that the engine serves: `GET /v1/models`.
+    pub async fn models(&self, engine: &EngineUrl) -> Result<Vec<EngineModel>, EngineError> {
+        Ok(self
+            .get::<responses::ModelList>(engine, "v1/models")
+            .await?
+            .data)
+    }
+
+    /// Engine version: `GET /version`.
+    pub async fn version(&self, engine: &EngineUrl) -> Result<String, EngineError> {
+        Ok(self
+            .get::<responses::VersionResponse>(engine, "version")
+            .await?
+            .version)
+    }
+
+    /// Metrics: `GET /metrics`.
+    pub async fn metrics(&self, engine: &EngineUrl) -> Result<MetricsPage, EngineError> {
+        let page = |page: &[u8]| {
+            let text = std::str::from_utf8(page)
+                .map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
+            Ok(MetricsPage::parse(text))
+        };
+        self.call(&self.get_call(engine, "metrics"), page).await
+    }
+
+    /// Event sources of the ranks: `GET /kv_event_sources`, sorted by rank.
+    pub async fn kv_event_sources(
+        &self,
+        engine: &EngineUrl,
+    ) -> Result<Vec<RankEventSource>, EngineError> {
+        self.get::<responses::EventSourcesResponse>(engine, "kv_event_sources")
+            .await?
+            .into_sources()
+    }
+
+    /// Health check: `GET /health`.
+    pub async fn health(&self, engine: &EngineUrl) -> Result<(), EngineError> {
+        self.call(&self.get_call(engine, "health"), |_| Ok(()))
+            .await
+    }
+
+    /// Any other `POST` with a JSON response, to a path below the engine's address.
+    pub async fn post<T: DeserializeOwned + Send + 'static>(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+        body: Bytes,
+        deadline: Duration,
+    ) -> Result<T, EngineError> {
+        let call = EngineCall {
+            method: Method::POST,
+            engine,
+            path,
+            body: Some(body),
+            credentials: None,
+            deadline,
+        };
+        self.call(&call, parse_json).await
+    }
+
+    /// Any other `POST` whose response is ignored, to a path below the engine's address.
+    /// `credentials` are used if the configuration has none.
+    pub async fn notify(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+        body: Bytes,
+        credentials: Option<HeaderValue>,
+    ) -> Result<(), EngineError> {
+        let deadline = self.shared.deadline;
+        let call = EngineCall {
+            method: Method::POST,
+            engine,
+            path,
+            body: Some(body),
+            credentials,
+            deadline,
+        };
+        self.call(&call, |_| Ok(())).await
+    }
+
+    /// Any other `GET` with a JSON response, of a path below the engine's address.
+    pub async fn get<T: DeserializeOwned + Send + 'static>(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+    ) -> Result<T, EngineError> {
+        self.call(&self.get_call(engine, path), parse_json).await
+    }
+
+    /// Forwards a request and returns the response body.
+    pub async fn forward(&self, forwarded: ForwardedRequest<'_>) -> Result<Bytes, EngineError> {
+        let ForwardedRequest {
+            engine,
+            path,
+            mut headers,
+            body,
+            retry_body: again,
+            deadline,
+        } = forwarded;
+        let shared = &self.shared;
+        let call_future = async {
+            let (path, query) = path
+                .split_once('?')
+                .map_or((path, None), |(path, query)| (path, Some(query)));
+            let mut url = engine.join(path.trim_start_matches('/'));
+            url.set_query(query);
+            if shared.config.forward_token
+                && !headers.contains_key(AUTHORIZATION)
+                && let Some(value) = shared.token().await
+            {
+                headers.insert(AUTHORIZATION, value);
+            }
+            headers.insert(CONTENT_TYPE, JSON);
+            let send = |body| {
+                shared
+                    .client
+                    .post(url.clone())
+                    .headers(headers.clone())
+                    .body(body)
+                    .send()
+            };
+            let sent = Instant::now();
+            let response = match (send(body).await, again) {
+                (Err(error), Some(again)) if is_stale_connection(&error, sent) => send(again).await,
+                (response, _) => response,
+            };
+            shared.read_response(response).await
+        };
+        let _permit = shared
+            .permits
+            .try_acquire()
+            .map_err(|_| EngineError::Busy)?;
+        tokio::time::timeout(deadline, call_future)
+            .await
+            .map_err(|_| EngineError::Timeout)?
+            .map(Bytes::from)
+    }
+
+    fn get_call<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> EngineCall<'a> {
+        EngineCall {
+            method: Method::GET,
+            engine,
+            path,
+            body: None,
+            credentials: None,
+            deadline: self.shared.deadline,
+        }
+    }
+
+    /// Makes a call. Large responses are parsed on a blocking thread.
+    async fn call<T: Send + 'static>(
+        &self,
+        call: &EngineCall<'_>,
+        parse: impl FnOnce(&[u8]) -> Result<T, EngineError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let permit = self
+            .shared
+            .permits
+            .clone()
+            .try_acquire_owned()
+            .map_err(|_| EngineError::Busy)?;
+        let call_future = async {
+            let body = match self.shared.send_call(call).await {
+                // The token file may have changed since it was read.
+                Err(error) if error.is_unauthorized() && self.shared.reload_token().await => {
+                    self.shared.send_call(call).await?
+                }
+                response => response?,
+            };
+            if body.len() <= LARGE_ANSWER {
+                return parse(&body);
+            }
+            let reading = move || {
+                // Held until the work is done: the deadline does not stop it.
+                let _permit = permit;
+                parse(&body)
+            };
+            tokio::task::spawn_blocking(reading)
+                .await
+                .unwrap_or(Err(EngineError::Unreadable("the parser panicked")))
+        };
+        tokio::time::timeout(call.deadline, call_future)
+            .await
+            .map_err(|_| EngineError::Timeout)?
+    }
+}
+
+fn permits(config: &EnginesConfig) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(
+        (config.max_concurrency as usize).min(Semaphore::MAX_PERMITS),
+    ))
+}
+
+/// Reads the CA file, if one is configured.
+fn read_ca_file(config: &EnginesConfig) -> Result<Option<Vec<u8>>, EngineError> {
+    let read = |path: &PathBuf| {
+        std::fs::read(path)
+            .map_err(|error| EngineError::Client(format!("{}: {error}", path.display())))
+    };
+    config.ca_file.as_ref().map(read).transpose()
+}
+
+impl EngineClientInner {
+    async fn reload_token(&self) -> bool {
+        match &self.bearer {
+            Some(bearer) => bearer.reload().await,
+            None => false,
+        }
+    }
+
+    async fn token(&self) -> Option<HeaderValue> {
+        match &self.bearer {
+            Some(bearer) => bearer.header().await,
+            None => None,
+        }
+    }
+
+    async fn send_call(&self, call: &EngineCall<'_>) -> Result<Vec<u8>, EngineError> {
+        let mut request = self
+            .client
+            .request(call.method.clone(), call.engine.join(call.path));
+        if let Some(value) = self.token().await.or_else(|| call.credentials.clone()) {
+            request = request.header(AUTHORIZATION, value);
+        }
+        if let Some(body) = &call.body {
+            request = request.header(CONTENT_TYPE, JSON).body(body.clone());
+        }
+        let sent = Instant::now();
+        let again = request.try_clone();
+        let response = match (request.send().await, again) {
+            // All our calls are idempotent.
+            (Err(error), Some(again)) if is_stale_connection(&error, sent) => again.send().await,
+            (response, _) => response,
+        };
+        self.read_response(response).await
+    }
+
+    async fn read_response(
+        &self,
+        response: reqwest::Result<Response>,
+    ) -> Result<Vec<u8>, EngineError> {
+        let response = response.map_err(|error| transport_error(&error))?;
+        match response.status() {
+            StatusCode::OK => read_body(response, self.max_answer).await,
+            status => Err(status_error(status, &read_refusal(response).await)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

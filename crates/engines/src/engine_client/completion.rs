@@ -1,0 +1,88 @@
+//! Calls of the doctor: a completion of one token on a given rank, and the engine's clock.
+
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, DATE};
+use reqwest::{RequestBuilder, Response, StatusCode};
+use serde_json::Value;
+
+use super::body::{parse_json, read_body, read_refusal};
+use super::error::{EngineError, status_error, transport_error};
+use super::{EngineClient, EngineUrl};
+
+/// Header that selects a data-parallel rank in vLLM.
+const RANK_HEADER: &str = "x-data-parallel-rank";
+
+/// Token usage of one completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompletionUsage {
+    /// Prompt tokens.
+    pub prompt_tokens: Option<usize>,
+    /// Cached prompt tokens; `None` if the engine does not report them.
+    pub cached_tokens: Option<usize>,
+}
+
+impl EngineClient {
+    /// Requests a completion, on the given rank if there is one.
+    pub async fn complete(
+        &self,
+        engine: &EngineUrl,
+        request: Bytes,
+        rank: Option<u32>,
+        deadline: Duration,
+    ) -> Result<CompletionUsage, EngineError> {
+        let mut builder = self.shared.client.post(engine.join("v1/completions"));
+        builder = builder
+            .header(CONTENT_TYPE, "application/json")
+            .body(request);
+        if let Some(rank) = rank {
+            builder = builder.header(RANK_HEADER, rank);
+        }
+        let call = async {
+            let response = self.send(builder).await?;
+            match response.status() {
+                StatusCode::OK => {
+                    parse_json::<Value>(&read_body(response, self.shared.max_answer).await?)
+                }
+                status => Err(status_error(status, &read_refusal(response).await)),
+            }
+        };
+        let answer = tokio::time::timeout(deadline, call)
+            .await
+            .map_err(|_| EngineError::Timeout)??;
+        let number = |value: &Value| {
+            value
+                .as_u64()
+                .and_then(|number| usize::try_from(number).ok())
+        };
+        let usage = &answer["usage"];
+        Ok(CompletionUsage {
+            prompt_tokens: number(&usage["prompt_tokens"]),
+            cached_tokens: number(&usage["prompt_tokens_details"]["cached_tokens"]),
+        })
+    }
+
+    /// The engine's clock, with a resolution of one second.
+    pub async fn server_time(&self, engine: &EngineUrl) -> Option<SystemTime> {
+        let builder = self.shared.client.get(engine.join("health"));
+        let response = tokio::time::timeout(self.shared.deadline, self.send(builder))
+            .await
+            .ok()?
+            .ok()?;
+        let date = response.headers().get(DATE)?.to_str().ok()?;
+        Some(jiff::fmt::rfc2822::parse(date).ok()?.timestamp().into())
+    }
+
+    async fn send(&self, mut request: RequestBuilder) -> Result<Response, EngineError> {
+        if let Some(bearer) = &self.shared.bearer
+            && let Some(value) = bearer.header().await
+        {
+            request = request.header(AUTHORIZATION, value);
+        }
+        request
+            .send()
+            .await
+            .map_err(|error| transport_error(&error))
+    }
+}

@@ -1,0 +1,106 @@
+//! Connections to engines and their timeouts. A dead machine sends nothing, and an idle server
+//! closes connections without notice. Neither may use up the deadline of a request.
+
+use std::error::Error;
+use std::io::{self, ErrorKind};
+use std::time::{Duration, Instant};
+
+use reqwest::redirect::Policy;
+use reqwest::{Certificate, Client, ClientBuilder};
+
+use super::config::{EngineScheme, EnginesConfig};
+use super::error::{EngineError, error_chain};
+
+/// Maximum time to connect, including TLS. The same as Envoy's in the example configurations.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Maximum idle time of a pooled connection. uvicorn, which most engines use, closes idle
+/// connections after 5 s, and a request that is sent at that moment is lost.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Interval of HTTP/2 keep-alive pings.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Timeout of an HTTP/2 keep-alive ping. A busy engine responds late.
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time after which unacknowledged bytes end a connection. The kernel acknowledges for a busy
+/// engine.
+const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A connection that fails later than this was not closed because it was idle.
+const STALE_CONNECTION_WINDOW: Duration = Duration::from_millis(250);
+
+/// hyper's error for a connection that was closed before the response began.
+const NO_ANSWER: &str = "connection closed before message completed";
+
+/// Creates a connection pool.
+pub(super) fn build_pool(
+    config: &EnginesConfig,
+    authorities: Option<&[u8]>,
+) -> Result<Client, EngineError> {
+    let build_error = |problem: String| EngineError::Client(problem);
+    let build = |builder: ClientBuilder| {
+        // Engines are called directly, so redirects are not followed.
+        let builder = builder
+            .redirect(Policy::none())
+            .tcp_nodelay(true)
+            .connect_timeout(CONNECT_TIMEOUT);
+        let builder = builder
+            .pool_max_idle_per_host(config.max_concurrency as usize)
+            .pool_idle_timeout(IDLE_TIMEOUT);
+        let builder = builder
+            .http2_keep_alive_interval(PING_INTERVAL)
+            .http2_keep_alive_timeout(PING_TIMEOUT);
+        let builder = builder.http2_keep_alive_while_idle(true);
+        #[cfg(target_os = "linux")]
+        let builder = builder.tcp_user_timeout(TCP_USER_TIMEOUT);
+        if config.scheme == EngineScheme::H2c {
+            builder.http2_prior_knowledge()
+        } else {
+            builder
+        }
+        .build()
+    };
+    let client = match authorities {
+        Some(pem) => {
+            let certificates = Certificate::from_pem_bundle(pem)
+                .map_err(|error| build_error(error.to_string()))?;
+            build(warmroute_runtime::tls::http_client_builder().tls_certs_only(certificates))
+        }
+        // Small images have no CA certificates, and engines without TLS need none.
+        None => build(warmroute_runtime::tls::http_client_with_system_roots())
+            .or_else(|_| build(warmroute_runtime::tls::http_client_builder())),
+    };
+    client.map_err(|error| build_error(error_chain(&error)))
+}
+
+/// Returns true if a connection failed immediately and before any byte of the response, as a stale
+/// one does that the server was already closing. The server may have processed the request, so only
+/// idempotent calls are retried.
+pub(super) fn is_stale_connection(problem: &reqwest::Error, since: Instant) -> bool {
+    if problem.is_connect() || problem.is_timeout() || since.elapsed() > STALE_CONNECTION_WINDOW {
+        return false;
+    }
+    let mut cause = problem.source();
+    while let Some(next) = cause {
+        let gone = next
+            .downcast_ref::<io::Error>()
+            .is_some_and(|error| is_disconnect(error.kind()));
+        if gone || next.to_string() == NO_ANSWER {
+            return true;
+        }
+        cause = next.source();
+    }
+    false
+}
+
+fn is_disconnect(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted | ErrorKind::BrokenPipe
+    )
+}
+
+#[cfg(test)]
+mod tests;

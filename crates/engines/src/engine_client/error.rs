@@ -1,0 +1,130 @@
+//! Errors of engine calls.
+
+use std::sync::Arc;
+
+use reqwest::StatusCode;
+use thiserror::Error;
+
+use super::responses;
+
+/// Maximum number of characters that are stored of an error message.
+const MAX_MESSAGE: usize = 300;
+
+/// Reason why a call failed.
+#[derive(Clone, Debug, Error)]
+pub enum EngineError {
+    /// The client could not be created.
+    #[error("the client could not be created: {0}")]
+    Client(String),
+    /// Too many concurrent calls.
+    #[error("too many concurrent calls to engines")]
+    Busy,
+    /// The connection could not be established, or it broke.
+    #[error("the connection failed: {0}")]
+    Unreachable(String),
+    /// No complete response within the deadline.
+    #[error("no response within the deadline")]
+    Timeout,
+    /// The engine has no such endpoint, or was started without it: 403, 404, 405 and 501.
+    #[error("the engine does not offer this (status {0})")]
+    NotOffered(u16),
+    /// Another status than 200.
+    #[error("status {status}")]
+    Status {
+        /// Status code.
+        status: u16,
+        /// The engine's error message. It may quote the request, so it is displayed only for our
+        /// own requests.
+        message: Option<Arc<str>>,
+    },
+    /// The response does not have the expected form.
+    #[error("the response is invalid: {0}")]
+    Unreadable(&'static str),
+    /// The response exceeds the limit.
+    #[error("the response is longer than {0} bytes")]
+    TooLarge(usize),
+}
+
+impl EngineError {
+    /// Reason label in metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            EngineError::Client(_) => "client",
+            EngineError::Busy => "busy",
+            EngineError::Unreachable(_) => "unreachable",
+            EngineError::Timeout => "timeout",
+            EngineError::NotOffered(_) => "not_offered",
+            EngineError::Status { .. } => "status",
+            EngineError::Unreadable(_) => "unreadable",
+            EngineError::TooLarge(_) => "too_large",
+        }
+    }
+
+    /// Returns true if the engine rejected the request as invalid, as other engines would.
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self,
+            EngineError::Status {
+                status: 400 | 404 | 413 | 422,
+                ..
+            }
+        )
+    }
+
+    /// Returns true if a retry may succeed: the engine is starting or busy.
+    pub fn is_transient(&self) -> bool {
+        matches!(
+            self,
+            EngineError::Busy | EngineError::Timeout | EngineError::Unreachable(_)
+        )
+    }
+
+    /// Returns true if the engine requires other credentials.
+    pub fn is_unauthorized(&self) -> bool {
+        matches!(self, EngineError::Status { status: 401, .. })
+    }
+}
+
+pub(super) fn status_error(status: StatusCode, text: &[u8]) -> EngineError {
+    let message = responses::error_message(text);
+    let message = message.map(|text| text.chars().take(MAX_MESSAGE).collect::<String>().into());
+    let code = status.as_u16();
+    match code {
+        // Engines respond so for unknown models and adapters, at endpoints that exist.
+        404 if message
+            .as_ref()
+            .is_some_and(|text: &Arc<str>| text.contains("does not exist")) =>
+        {
+            EngineError::Status {
+                status: code,
+                message,
+            }
+        }
+        403 | 404 | 405 | 501 => EngineError::NotOffered(code),
+        _ => EngineError::Status {
+            status: code,
+            message,
+        },
+    }
+}
+
+pub(super) fn transport_error(problem: &reqwest::Error) -> EngineError {
+    // A connect timeout means that the engine is unreachable.
+    let late = problem.is_timeout() && !problem.is_connect();
+    if late {
+        EngineError::Timeout
+    } else {
+        EngineError::Unreachable(error_chain(problem))
+    }
+}
+
+/// The error with its causes: the outermost one says only that sending failed.
+pub(super) fn error_chain(problem: &reqwest::Error) -> String {
+    let mut text = problem.to_string();
+    let mut cause = std::error::Error::source(problem);
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
+    text
+}

@@ -1,0 +1,239 @@
+//! Parser of metrics pages in Prometheus' text format, and the cache settings of an engine. vLLM
+//! publishes these as labels of a gauge that is always 1, one per data-parallel engine.
+
+/// One line of a page.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MetricSample {
+    /// Metric name.
+    pub name: String,
+    /// Labels, in the order of the page.
+    pub labels: Vec<(String, String)>,
+    /// Value.
+    pub value: f64,
+}
+
+impl MetricSample {
+    /// Value of a label.
+    pub fn label(&self, name: &str) -> Option<&str> {
+        self.labels
+            .iter()
+            .find(|(label, _)| label == name)
+            .map(|(_, value)| value.as_str())
+    }
+}
+
+/// Cache settings of one engine. `None` means that the engine does not report the value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheConfig {
+    /// Data-parallel engine: the number of its rank.
+    pub engine: String,
+    /// Tokens per block.
+    pub block_size: Option<u32>,
+    /// Blocks on the device. vLLM reports the sum of all data-parallel ranks for each rank.
+    pub num_gpu_blocks: Option<u64>,
+    /// Capacity of this rank's device cache in tokens.
+    pub size_tokens: Option<u64>,
+    /// True if prefix caching is enabled.
+    pub prefix_caching: Option<bool>,
+    /// Hash algorithm of block hashes.
+    pub hash_algorithm: Option<String>,
+}
+
+impl CacheConfig {
+    /// The data-parallel rank.
+    pub fn rank(&self) -> Option<u32> {
+        self.engine.parse().ok()
+    }
+}
+
+/// A page of metrics.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MetricsPage {
+    samples: Vec<MetricSample>,
+}
+
+impl MetricsPage {
+    /// Parses a page. Malformed lines are skipped.
+    pub fn parse(text: &str) -> Self {
+        let lines = text
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty() && !line.starts_with('#'));
+        Self {
+            samples: lines.filter_map(parse_sample).collect(),
+        }
+    }
+
+    /// Lines of one metric.
+    pub fn samples(&self, name: &str) -> impl Iterator<Item = &MetricSample> {
+        self.samples
+            .iter()
+            .filter(move |sample| sample.name == name)
+    }
+
+    /// Sum over the lines of one metric; `None` if there is none.
+    pub fn sum(&self, name: &str) -> Option<f64> {
+        let mut lines = self.samples(name).map(|sample| sample.value).peekable();
+        lines.peek()?;
+        Some(lines.sum())
+    }
+
+    /// Cache settings of each data-parallel engine. vLLM writes `None` for a missing value.
+    pub fn caches(&self) -> Vec<CacheConfig> {
+        let cache = |sample: &MetricSample| {
+            let text = |name| sample.label(name).filter(|value| *value != "None");
+            CacheConfig {
+                engine: text("engine").unwrap_or("0").to_owned(),
+                block_size: text("block_size")
+                    .and_then(|value| value.parse().ok())
+                    .filter(|size| *size > 0),
+                num_gpu_blocks: text("num_gpu_blocks").and_then(|value| value.parse().ok()),
+                size_tokens: text("kv_cache_size_tokens").and_then(|value| value.parse().ok()),
+                prefix_caching: text("enable_prefix_caching").and_then(parse_bool),
+                hash_algorithm: text("prefix_caching_hash_algo").map(str::to_owned),
+            }
+        };
+        self.samples("vllm:cache_config_info").map(cache).collect()
+    }
+
+    /// True if all engines enable prefix caching; `None` if none reports it.
+    pub fn prefix_caching(&self) -> Option<bool> {
+        self.caches()
+            .iter()
+            .filter_map(|cache| cache.prefix_caching)
+            .reduce(|all, one| all && one)
+    }
+}
+
+fn parse_bool(text: &str) -> Option<bool> {
+    match text {
+        "True" | "true" => Some(true),
+        "False" | "false" => Some(false),
+        _ => None,
+    }
+}
+
+fn parse_sample(line: &str) -> Option<MetricSample> {
+    let end = line.find(|sign: char| sign == '{' || sign.is_whitespace())?;
+    let (name, rest) = line.split_at(end);
+    let (labels, rest) = match rest.strip_prefix('{') {
+        Some(rest) => parse_labels(rest)?,
+        None => (Vec::new(), rest),
+    };
+    // A timestamp may follow.
+    let value = rest.split_whitespace().next()?.parse().ok()?;
+    Some(MetricSample {
+        name: name.to_owned(),
+        labels,
+        value,
+    })
+}
+
+/// Labels up to the closing brace, and the rest of the line.
+fn parse_labels(text: &str) -> Option<(Vec<(String, String)>, &str)> {
+    let mut labels = Vec::new();
+    let mut rest = text.trim_start();
+    loop {
+        rest = rest.trim_start_matches([',', ' ']);
+        if let Some(rest) = rest.strip_prefix('}') {
+            return Some((labels, rest));
+        }
+        let (name, quoted) = rest.split_once('=')?;
+        let (value, after) = parse_quoted(quoted.trim_start().strip_prefix('"')?)?;
+        labels.push((name.trim().to_owned(), value));
+        rest = after;
+    }
+}
+
+/// Text up to the closing quote, and the rest of the line.
+fn parse_quoted(text: &str) -> Option<(String, &str)> {
+    let mut value = String::new();
+    let mut signs = text.char_indices();
+    while let Some((at, sign)) = signs.next() {
+        match sign {
+            '"' => return Some((value, &text[at + 1..])),
+            '\\' => match signs.next()?.1 {
+                'n' => value.push('\n'),
+                sign => value.push(sign),
+            },
+            sign => value.push(sign),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn real_pages_report_cache_config_per_engine() {
+        let inst_a = MetricsPage::parse(include_str!(
+            "../../../../tests/data/engines/metrics-vllm.txt"
+        ));
+        let expected = |engine: &str, hash: &str| CacheConfig {
+            engine: engine.into(),
+            block_size: Some(32),
+            num_gpu_blocks: Some(512),
+            size_tokens: Some(if hash == "sha256" { 16384 } else { 8192 }),
+            prefix_caching: Some(true),
+            hash_algorithm: Some(hash.into()),
+        };
+        assert_eq!(inst_a.caches(), [expected("0", "sha256")]);
+        assert_eq!(inst_a.prefix_caching(), Some(true));
+        assert!(
+            inst_a
+                .sum("vllm:prefix_cache_queries_total")
+                .is_some_and(|tokens| tokens > 0.0)
+        );
+        let dp2 = MetricsPage::parse(include_str!(
+            "../../../../tests/data/engines/metrics-vllm-dp2.txt"
+        ));
+        assert_eq!(
+            dp2.caches(),
+            [expected("0", "sha256_cbor"), expected("1", "sha256_cbor")]
+        );
+        assert_eq!(
+            dp2.caches()
+                .iter()
+                .map(CacheConfig::rank)
+                .collect::<Vec<_>>(),
+            [Some(0), Some(1)]
+        );
+    }
+
+    #[test]
+    fn malformed_metric_lines_are_skipped() {
+        let page = "a{x=\"1\"} 2 1700000000\nb 3\n# TYPE c\nc{\nd{x=1} 1\ne{x=\"1\" 4\nf{x=\"\\\"\\\\\\n\",y=\"}\",} 5\ng\nh x\n\n";
+        let page = MetricsPage::parse(page);
+        let names: Vec<_> = page
+            .samples
+            .iter()
+            .map(|sample| sample.name.as_str())
+            .collect();
+        assert_eq!(names, ["a", "b", "f"]);
+        assert_eq!(page.samples[2].label("x"), Some("\"\\\n"));
+        assert_eq!(page.samples[2].label("y"), Some("}"));
+        assert_eq!((page.sum("a"), page.sum("z")), (Some(2.0), None));
+        assert_eq!((page.caches(), page.prefix_caching()), (vec![], None));
+    }
+
+    #[test]
+    fn none_values_are_unknown() {
+        let page = MetricsPage::parse(
+            "vllm:cache_config_info{block_size=\"0\",num_gpu_blocks=\"None\",enable_prefix_caching=\"False\"} 1.0",
+        );
+        let [cache] = &page.caches()[..] else {
+            panic!("one cache")
+        };
+        assert_eq!(
+            (
+                cache.block_size,
+                cache.num_gpu_blocks,
+                cache.engine.as_str()
+            ),
+            (None, None, "0")
+        );
+        assert_eq!(page.prefix_caching(), Some(false));
+    }
+}

@@ -1,0 +1,24 @@
+//! KV events of the engines, from ZeroMQ messages (`warmroute_zmtp`) to index events. [`wire`]
+//! decodes payloads, [`convert`] translates them into index events, and `sequencer` classifies
+//! batch numbers; all three are pure. `applier` connects them to one worker rank's sink and
+//! metrics. [`run`] is the only part that uses the network.
+
+mod applier;
+pub mod convert;
+pub mod event_probe;
+mod groups;
+pub mod media;
+mod replay;
+mod replay_client;
+mod resize;
+mod sequencer;
+mod source;
+mod source_monitor;
+mod subscriber;
+pub mod wire;
+
+pub use convert::{ConvertedEvent, EventNormalizer, FilterReason};
+pub use media::MediaTokens;
+pub use source::{RankSink, SharedResync, SourceSpec, SourceState};
+pub use source_monitor::SourceMonitor;
+pub use subscriber::run;

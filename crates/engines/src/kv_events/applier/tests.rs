@@ -1,0 +1,516 @@
+mod resume;
+
+use super::*;
+use crate::kv_events::sequencer::ReplayAction;
+use crate::kv_events::source::SharedResync;
+use warmroute_core::block::hash::{BlockWindows, local_hashes};
+use warmroute_core::block::{BlockHashes, CacheSalt};
+use warmroute_core::freshness::{IndexFreshness, ResyncMode, SourceFacts, StaleReason};
+use warmroute_core::index::dump::RankDump;
+use warmroute_core::index::{GroupNeed, KvEvent, PrefixIndex, RankWriter, ReconcileReport};
+use warmroute_core::worker::{
+    BlockSize, DpRank, EventSource, RankSlot, SocketAttach, WorkerId, WorkerRank,
+};
+use warmroute_metrics::EventLabels;
+
+/// Applies captured batches of a sliding-window model to a rank with the given block size.
+fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
+    let session: serde_json::Value =
+        serde_json::from_str(include_str!("../../../../../tests/data/hybrid.json")).unwrap();
+    let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
+    let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
+    let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
+    let rank = WorkerRank {
+        worker: WorkerId(1),
+        rank: DpRank(0),
+    };
+    let spec = SourceSpec {
+        engine: String::new(),
+        rank,
+        source: EventSource {
+            endpoint: String::new(),
+            topic: String::new(),
+            attach: SocketAttach::Connect,
+            replay: None,
+        },
+        block_size: BlockSize::new(block_size).unwrap(),
+        media: Default::default(),
+        resync: Default::default(),
+        max_message: 1 << 20,
+    };
+    let events = Arc::new(parking_lot::Mutex::new(Vec::new()));
+    let metrics = Arc::new(Metrics::new());
+    let mut writer = PrefixIndex::new().create_writer(RankSlot(0));
+    let recorded = events.clone();
+    let apply = move |event: &KvEvent| {
+        recorded.lock().push(event.clone());
+        writer.apply(event)
+    };
+    let sink = RankSink {
+        apply: Box::new(apply),
+        record_loss: Box::new(|| 0),
+        reconcile: Box::new(ReconcileReport::default),
+        position: Default::default(),
+    };
+    assert_eq!(
+        EventApplier::new(&spec, sink, metrics.clone(), SourceMonitor::default())
+            .update(|batches| batches.apply_live(0, &payload)),
+        None
+    );
+    let events = events.lock().clone();
+    (metrics, events)
+}
+
+fn count(metrics: &Metrics, outcome: &'static str) -> u64 {
+    metrics
+        .kv_events
+        .events
+        .get_or_create(&EventLabels {
+            kind: "stored",
+            outcome,
+        })
+        .get()
+}
+
+#[test]
+fn group_blocks_are_indexed_and_counted_as_filtered() {
+    let (metrics, events) = play(32);
+    let [
+        KvEvent::GroupStored {
+            group: 0,
+            need,
+            blocks,
+        },
+        KvEvent::Stored { .. },
+    ] = &events[..]
+    else {
+        panic!("{events:?}")
+    };
+    assert_eq!(
+        (*need, blocks.len()),
+        (
+            GroupNeed::Trailing {
+                blocks: 2,
+                stride: std::num::NonZeroU32::MIN
+            },
+            2
+        )
+    );
+    assert_eq!(
+        (
+            count(&metrics, "filtered_non_main_attention_kind"),
+            count(&metrics, "ok")
+        ),
+        (1, 1)
+    );
+}
+
+#[test]
+fn group_block_size_mismatch_is_counted() {
+    let (metrics, events) = play(24);
+    assert!(
+        matches!(
+            events[..],
+            [KvEvent::GroupStored {
+                need: GroupNeed::Unknown,
+                ..
+            }]
+        ),
+        "{events:?}"
+    );
+    assert_eq!(count(&metrics, "filtered_group_block_size_mismatch"), 1);
+    assert_eq!(count(&metrics, "filtered_block_size_mismatch"), 1);
+}
+
+/// An applier with a real index.
+struct TestStream {
+    applier: EventApplier,
+    index: Arc<PrefixIndex>,
+    writer: Arc<parking_lot::Mutex<RankWriter>>,
+    monitor: SourceMonitor,
+    metrics: Arc<Metrics>,
+    /// Number of the next batch.
+    next: u64,
+}
+
+impl TestStream {
+    fn new(resync: ResyncMode) -> Self {
+        Self::resume_from(resync, None)
+    }
+
+    /// Resumes from a copy of another reader.
+    fn resume_from(resync: ResyncMode, from: Option<&RankDump>) -> Self {
+        let shared = SharedResync::default();
+        shared.set(resync);
+        let spec = SourceSpec {
+            engine: String::new(),
+            rank: WorkerRank {
+                worker: WorkerId(1),
+                rank: DpRank(0),
+            },
+            source: EventSource {
+                endpoint: String::new(),
+                topic: String::new(),
+                attach: SocketAttach::Connect,
+                replay: None,
+            },
+            block_size: BlockSize::new(2).unwrap(),
+            media: Default::default(),
+            resync: shared,
+            max_message: 1 << 20,
+        };
+        let index = PrefixIndex::new();
+        let monitor = SourceMonitor::default();
+        let metrics = Arc::new(Metrics::new());
+        let writer = Arc::new(parking_lot::Mutex::new(index.create_writer(RankSlot(0))));
+        let position = SharedPosition::default();
+        if let Some(from) = from {
+            position.restore(from, || writer.lock().restore(from));
+        }
+        let applied = writer.clone();
+        let lost = writer.clone();
+        let reconciled = writer.clone();
+        let sink = RankSink {
+            apply: Box::new(move |event| applied.lock().apply(event)),
+            record_loss: Box::new(move || lost.lock().record_gap()),
+            reconcile: Box::new(move || reconciled.lock().reconcile()),
+            position,
+        };
+        monitor.update(|source| source.set_link(warmroute_core::freshness::SourceLink::Attached));
+        let applier = EventApplier::new(&spec, sink, metrics.clone(), monitor.clone());
+        let next = applier.sequencer().next_seq();
+        Self {
+            applier,
+            index,
+            writer,
+            monitor,
+            metrics,
+            next,
+        }
+    }
+
+    /// Sends a batch without a replay endpoint.
+    fn send(&mut self, payload: &[u8]) {
+        if let Some(gap) = self
+            .applier
+            .update(|batches| batches.apply_live(self.next, payload))
+        {
+            self.applier
+                .update(|batches| batches.apply_after_replay(gap, payload));
+        }
+        self.next += 1;
+    }
+
+    fn lose(&mut self, batches: u64) {
+        self.next += batches;
+    }
+
+    /// Stores blocks of two tokens each. The token ids are the block's hash.
+    fn store(&mut self, parent: Option<u64>, blocks: &[u64]) {
+        let tokens: Vec<u64> = blocks.iter().flat_map(|block| [*block, *block]).collect();
+        self.send(
+            &rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, parent, tokens, 2u32)], 0)).unwrap(),
+        );
+    }
+
+    /// Stores blocks of another size.
+    fn store_sized(&mut self, blocks: &[u64], size: u32) {
+        let tokens: Vec<u64> = blocks
+            .iter()
+            .flat_map(|block| vec![*block; size as usize])
+            .collect();
+        self.send(
+            &rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, None::<u64>, tokens, size)], 0))
+                .unwrap(),
+        );
+    }
+
+    /// Stores a block of one token, half an index block.
+    fn store_half(&mut self, parent: Option<u64>, block: u64) {
+        self.send(
+            &rmp_serde::to_vec(&(1.5, [("BlockStored", [block], parent, [block], 1u32)], 0))
+                .unwrap(),
+        );
+    }
+
+    fn remove(&mut self, blocks: &[u64]) {
+        self.send(&rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap());
+    }
+
+    /// Applies a batch of another rank, with a number of that rank.
+    fn foreign(&mut self, number: u64) {
+        let payload = rmp_serde::to_vec(&(
+            1.5,
+            [("BlockStored", [77u64], None::<u64>, [7u64, 7], 2u32)],
+            1,
+        ))
+        .unwrap();
+        assert_eq!(
+            self.applier
+                .update(|batches| batches.apply_live(number, &payload)),
+            None
+        );
+        assert_eq!(
+            self.applier
+                .update(|batches| batches.apply_replayed(number, &payload)),
+            ReplayAction::Duplicate
+        );
+    }
+
+    /// Leading blocks of a prompt in the index.
+    fn holds(&self, blocks: &[u32]) -> usize {
+        let tokens: Vec<u32> = blocks.iter().flat_map(|block| [*block, *block]).collect();
+        let size = BlockSize::new(2).unwrap();
+        let hashes = BlockHashes::from_locals(
+            tokens.len(),
+            size,
+            local_hashes(
+                &tokens,
+                size,
+                &CacheSalt::default(),
+                BlockWindows::Plain,
+                &[],
+            ),
+        );
+        self.index
+            .watch(&hashes, RankSlot(0))
+            .map_or(0, |watch| watch.most_held())
+    }
+
+    fn status(&self) -> (IndexFreshness, Option<StaleReason>) {
+        let standing = self.monitor.status();
+        (standing.freshness, standing.reason)
+    }
+
+    fn facts(&self) -> SourceFacts {
+        self.monitor.source().lock().facts()
+    }
+}
+
+const EXACT: (IndexFreshness, Option<StaleReason>) = (IndexFreshness::Exact, None);
+const STALE: (IndexFreshness, Option<StaleReason>) =
+    (IndexFreshness::Stale, Some(StaleReason::LostBatches));
+const INCOMPLETE: (IndexFreshness, Option<StaleReason>) = (
+    IndexFreshness::Incomplete,
+    Some(StaleReason::UnreportedBlocks),
+);
+
+#[test]
+fn shared_prefix_survives_gap_and_lost_blocks_leave() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[1, 2]);
+    for prompt in 10..20 {
+        stream.store(Some(2), &[prompt]);
+    }
+    assert_eq!(stream.status(), EXACT);
+    // Half of the prompts leave in lost batches. The cache has twenty blocks, and the system prompt
+    // is hit all the time without being stored again.
+    stream.lose(5);
+    let mut live: std::collections::VecDeque<u64> = (15..20).collect();
+    stream.store(Some(2), &[20]);
+    assert_eq!(
+        (stream.status(), stream.facts().stale_blocks),
+        (STALE, 10),
+        "the prefix is confirmed at once"
+    );
+    for prompt in 21..80 {
+        stream.store(Some(2), &[prompt]);
+        live.push_back(prompt);
+        if live.len() > 16 {
+            stream.remove(&[live.pop_front().unwrap()]);
+        }
+    }
+    assert_eq!(stream.status(), EXACT, "{:?}", stream.facts());
+    assert_eq!(
+        (stream.holds(&[1, 2, 79]), stream.holds(&[1, 2, 12])),
+        (3, 2),
+        "one is in use, one is gone"
+    );
+}
+
+#[test]
+fn initial_loss_is_incomplete_until_engine_restart() {
+    for resync in [ResyncMode::Keep, ResyncMode::Clear] {
+        let mut stream = TestStream::new(resync);
+        stream.lose(5_000);
+        stream.store(None, &[1]);
+        assert_eq!(stream.status(), INCOMPLETE, "{resync:?}");
+        stream.store(None, &[2]);
+        assert_eq!(
+            (stream.status(), stream.holds(&[1])),
+            (INCOMPLETE, 1),
+            "{resync:?}"
+        );
+        stream.next = 0;
+        stream.store(None, &[3]);
+        assert_eq!(stream.status(), EXACT, "{resync:?}");
+        stream.lose(1);
+        stream.store(None, &[4]);
+        let (after, held) = if resync == ResyncMode::Keep {
+            (STALE, 1)
+        } else {
+            (INCOMPLETE, 0)
+        };
+        assert_eq!(
+            (stream.status(), stream.holds(&[3])),
+            (after, held),
+            "{resync:?}"
+        );
+    }
+}
+
+#[test]
+fn new_block_size_clears_the_rank() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[1, 2]);
+    stream.store_sized(&[7], 4);
+    assert_eq!(
+        (stream.holds(&[1, 2]), stream.holds(&[7, 7])),
+        (0, 2),
+        "one of four tokens is two of ours"
+    );
+    assert_eq!(stream.monitor.status().engine_block_size, BlockSize::new(4));
+    assert_eq!(
+        stream.status(),
+        INCOMPLETE,
+        "its first events were not received"
+    );
+    stream.store_sized(&[9], 3);
+    assert_eq!(
+        stream.status(),
+        (IndexFreshness::Absent, Some(StaleReason::BlockSizeMismatch))
+    );
+    assert_eq!(stream.monitor.status().engine_block_size, BlockSize::new(3));
+    assert_eq!(count(&stream.metrics, "filtered_block_size_mismatch"), 1);
+    stream.store_sized(&[5], 2);
+    assert_eq!(
+        (stream.status(), stream.holds(&[5]), stream.holds(&[7, 7])),
+        (INCOMPLETE, 1, 0)
+    );
+}
+
+#[test]
+fn unusable_blocks_of_slower_tier_are_incomplete() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[1, 2]);
+    let slower = (
+        "BlockStored",
+        [7],
+        None::<u64>,
+        [7, 7, 7],
+        3u32,
+        None::<u64>,
+        "CPU",
+    );
+    stream.send(&rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap());
+    assert_eq!(
+        (stream.status(), stream.holds(&[1, 2])),
+        (INCOMPLETE, 2),
+        "the device is as it was"
+    );
+    assert_eq!(count(&stream.metrics, "filtered_block_size_mismatch"), 1);
+    stream.next = 0;
+    stream.store(None, &[1]);
+    assert_eq!(stream.status(), EXACT, "a new engine");
+}
+
+#[test]
+fn unknown_parent_of_small_block_is_incomplete() {
+    for unknown_in_use in [false, true] {
+        let mut stream = TestStream::new(ResyncMode::Keep);
+        stream.lose(5_000);
+        for block in 0..10 {
+            stream.store_half(None, 100 + block);
+            stream.store_half(Some(100 + block), 200 + block);
+        }
+        assert_eq!((stream.status(), stream.holds(&[100])), (INCOMPLETE, 0));
+        for block in 0..8 {
+            stream.remove(&[200 + block]);
+            stream.remove(&[100 + block]);
+            if unknown_in_use {
+                stream.store_half(Some(7), 8);
+            }
+        }
+        assert_eq!(
+            stream.status(),
+            if unknown_in_use { INCOMPLETE } else { EXACT }
+        );
+    }
+}
+
+#[test]
+fn stores_dropped_at_capacity_make_source_inexact() {
+    // More than each limit: orphans, partial blocks of tests, bytes of salts.
+    let orphans: Vec<u64> = (1000..264_000).collect();
+    let many: Vec<u64> = (1000..6000).collect();
+    let salt = "s".repeat(60_000);
+    let nil = None::<u64>;
+    let none = None::<&str>;
+    let slower = (
+        "BlockStored",
+        &orphans,
+        Some(7u64),
+        vec![1u64; 2 * orphans.len()],
+        2u32,
+        nil,
+        "CPU",
+    );
+    let smaller = ("BlockStored", &many, nil, &many, 1u32);
+    let salted = (
+        "BlockStored",
+        &many,
+        nil,
+        vec![1u64; 10_000],
+        2u32,
+        nil,
+        none,
+        none,
+        vec![vec![&salt]],
+    );
+    let after = ("BlockStored", [1u64], Some(5999u64), [1u64, 1], 2u32);
+    let cases = [
+        rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap(),
+        rmp_serde::to_vec(&(1.5, [smaller], 0)).unwrap(),
+        rmp_serde::to_vec(&(1.5, (salted, after), 0)).unwrap(),
+    ];
+    for (at, payload) in cases.iter().enumerate() {
+        let mut stream = TestStream::new(ResyncMode::Keep);
+        stream.send(payload);
+        assert_eq!(stream.status(), INCOMPLETE, "{at}");
+        stream.next = 0;
+        stream.store(None, &[1]);
+        assert_eq!(stream.status(), EXACT, "{at}: a new engine");
+    }
+}
+
+#[test]
+fn batches_of_another_rank_are_dropped_and_reported() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[1]);
+    // Another publisher, whose numbers are far ahead or start over.
+    for (block, number) in [(2, 500), (3, 501), (4, 0), (5, 1)] {
+        stream.foreign(number);
+        let before = stream.facts();
+        stream.store(None, &[block]);
+        assert_eq!(
+            stream.status(),
+            (IndexFreshness::Absent, Some(StaleReason::OtherRank)),
+            "{number}"
+        );
+        let facts = stream.facts();
+        assert_eq!(
+            (facts.restarts, facts.gaps, facts.lost_batches),
+            (0, 0, 0),
+            "{number}"
+        );
+        assert_eq!(facts.batches, before.batches + 1, "only its own are heard");
+    }
+    assert_eq!(
+        (stream.holds(&[1]), stream.holds(&[5]), stream.holds(&[7])),
+        (1, 1, 0)
+    );
+    for block in 10..80 {
+        stream.store(None, &[block]);
+    }
+    assert_eq!(stream.status(), EXACT, "the other rank is gone");
+}

@@ -1,0 +1,303 @@
+//! Resumed readers: after any history, a resumed reader is indistinguishable from one that received
+//! everything.
+
+use proptest::prelude::*;
+
+use super::*;
+use warmroute_core::index::dump::{self, DumpReader, order_free_content};
+
+const RANK: WorkerRank = WorkerRank {
+    worker: WorkerId(1),
+    rank: DpRank(0),
+};
+
+/// Next action of an engine.
+#[derive(Clone, Debug)]
+enum EngineAction {
+    /// Stores new blocks after a held block, or at the start of a prompt.
+    Store {
+        behind: Option<prop::sample::Index>,
+        blocks: u64,
+        tier: &'static str,
+        size: u32,
+        salt: Option<&'static str>,
+    },
+    /// Stores some of the newest blocks in another cache group.
+    Group {
+        id: u32,
+        kind: &'static str,
+        window: Option<u32>,
+    },
+    /// Defines the main cache group.
+    Main {
+        id: u32,
+    },
+    /// Evicts a block.
+    Evict(prop::sample::Index),
+    Clear,
+    /// Restarts.
+    Restart,
+}
+
+fn act() -> impl Strategy<Value = EngineAction> {
+    let tier = prop_oneof![3 => Just("GPU"), 1 => Just("CPU")];
+    let size = prop_oneof![6 => Just(2u32), 2 => Just(4), 1 => Just(3)];
+    let salt = prop_oneof![4 => Just(None), 1 => Just(Some("one")), 1 => Just(Some("another"))];
+    let store = (
+        any::<Option<prop::sample::Index>>(),
+        1..4u64,
+        tier,
+        size,
+        salt,
+    );
+    let kind = prop_oneof![
+        Just("sliding_window"),
+        Just("mamba"),
+        Just("something"),
+        Just("full_attention")
+    ];
+    prop_oneof![
+        8 => store.prop_map(|(behind, blocks, tier, size, salt)| EngineAction::Store { behind, blocks, tier, size, salt }),
+        2 => (0..3u32, kind, any::<Option<u8>>())
+            .prop_map(|(id, kind, window)| EngineAction::Group { id, kind, window: window.map(u32::from) }),
+        1 => (0..3u32).prop_map(|id| EngineAction::Main { id }),
+        4 => any::<prop::sample::Index>().prop_map(EngineAction::Evict),
+        1 => Just(EngineAction::Clear),
+        1 => Just(EngineAction::Restart),
+    ]
+}
+
+/// A batch that stores one block of two tokens in a cache group.
+fn group_store(
+    block: u64,
+    id: u32,
+    kind: &str,
+    window: Option<u32>,
+) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+    let nil = None::<u64>;
+    let none = None::<&str>;
+    let stored = (
+        "BlockStored",
+        [block],
+        nil,
+        [block, block],
+        2u32,
+        nil,
+        "GPU",
+        none,
+        nil,
+        id,
+        kind,
+        window,
+        nil,
+    );
+    rmp_serde::to_vec(&(1.5, [stored], 0))
+}
+
+/// A batch that stores these blocks. Every token of a block is the number of the block.
+fn store_batch(
+    action: &EngineAction,
+    stored: &[u64],
+    parent: Option<u64>,
+) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+    let EngineAction::Store {
+        tier, size, salt, ..
+    } = action
+    else {
+        panic!("{action:?} stores nothing");
+    };
+    let tokens: Vec<u64> = stored
+        .iter()
+        .flat_map(|block| vec![*block; *size as usize])
+        .collect();
+    let keys: Vec<Vec<&str>> = vec![salt.iter().copied().collect(); stored.len()];
+    let nil = None::<u64>;
+    let none = None::<&str>;
+    let event = (
+        "BlockStored",
+        stored,
+        parent,
+        tokens,
+        size,
+        nil,
+        tier,
+        none,
+        keys,
+    );
+    rmp_serde::to_vec(&(1.5, [event], 0))
+}
+
+/// Events of these actions: numbers and payloads.
+fn publish_all(actions: &[EngineAction]) -> Vec<(u64, Vec<u8>)> {
+    let mut number = 0;
+    let mut names = Vec::<u64>::new();
+    let mut fresh = 0;
+    let mut batches = Vec::new();
+    for act in actions {
+        let payload = match act {
+            EngineAction::Store { behind, blocks, .. } => {
+                let parent = behind
+                    .filter(|_| !names.is_empty())
+                    .map(|at| *at.get(&names));
+                let stored: Vec<u64> = (fresh + 1..=fresh + blocks).collect();
+                fresh += blocks;
+                names.extend(&stored);
+                store_batch(act, &stored, parent)
+            }
+            EngineAction::Group { id, kind, window } => {
+                let newest = names.last().copied().unwrap_or_default();
+                group_store(newest, *id, kind, *window)
+            }
+            EngineAction::Main { id } => {
+                fresh += 1;
+                names.push(fresh);
+                group_store(fresh, *id, "full_attention", None)
+            }
+            EngineAction::Evict(_) if names.is_empty() => continue,
+            EngineAction::Evict(at) => rmp_serde::to_vec(&(
+                1.5,
+                [("BlockRemoved", [names.swap_remove(at.index(names.len()))])],
+                0,
+            )),
+            EngineAction::Clear => rmp_serde::to_vec(&(1.5, [("AllBlocksCleared",)], 0)),
+            EngineAction::Restart => {
+                number = 0;
+                continue;
+            }
+        };
+        batches.push((number, payload.unwrap()));
+        number += 1;
+    }
+    batches
+}
+
+impl TestStream {
+    fn receive(&mut self, batches: &[(u64, Vec<u8>)]) {
+        for (number, payload) in batches {
+            if let Some(gap) = self
+                .applier
+                .update(|batches| batches.apply_live(*number, payload))
+            {
+                self.applier
+                    .update(|batches| batches.apply_after_replay(gap, payload));
+            }
+        }
+    }
+
+    /// A copy of the rank, encoded and decoded.
+    fn copy(&self) -> RankDump {
+        let held = self
+            .applier
+            .position
+            .snapshot(|| Some(self.writer.lock().snapshot(RANK)))
+            .unwrap();
+        let mut bytes = Vec::new();
+        dump::write_header(&mut bytes).unwrap();
+        held.write(&mut bytes).unwrap();
+        dump::write_end(&mut bytes, 1).unwrap();
+        DumpReader::new(&bytes[..]).unwrap().read_single().unwrap()
+    }
+
+    fn resume(&self) -> Self {
+        let mut next = Self::resume_from(ResyncMode::Keep, Some(&self.copy()));
+        assert!(next.applier.finish_resume() && !next.applier.finish_resume());
+        next
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn resumed_reader_ends_like_uninterrupted_reader(
+        actions in prop::collection::vec(act(), 1..40),
+        cut in any::<prop::sample::Index>(),
+        lost in 0..3usize,
+    ) {
+        let batches = publish_all(&actions);
+        prop_assume!(!batches.is_empty());
+        let (before, after) = batches.split_at(1 + cut.index(batches.len()));
+        let after = &after[lost.min(after.len())..];
+        let mut all = TestStream::new(ResyncMode::Keep);
+        all.receive(before);
+        if all.copy().position().is_none() {
+            // Blocks of an incompatible size.
+            prop_assert_eq!(all.status().0, IndexFreshness::Absent);
+            return Ok(());
+        }
+        let mut next = all.resume();
+        prop_assert_eq!(next.monitor.status(), all.monitor.status());
+        all.receive(after);
+        next.receive(after);
+        prop_assert_eq!(next.monitor.status(), all.monitor.status());
+        let of = |stream: &TestStream| (order_free_content(&stream.copy()), stream.copy().position().cloned());
+        prop_assert_eq!(of(&next), of(&all));
+    }
+}
+
+#[test]
+fn reader_with_partial_blocks_has_no_position() {
+    let halves = ("BlockStored", [1u64, 2], None::<u64>, [1u64, 2], 1u32);
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[7]);
+    assert!(stream.copy().position().is_some());
+    stream.next = 0;
+    stream.send(&rmp_serde::to_vec(&(1.5, [halves], 0)).unwrap());
+    assert_eq!(stream.copy().position(), None);
+}
+
+#[test]
+fn resumed_reader_keeps_stale_and_incomplete_state() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[1, 2]);
+    stream.lose(1);
+    stream.store(None, &[3]);
+    assert_eq!(stream.status(), STALE);
+    let mut next = stream.resume();
+    assert_eq!(
+        (next.status(), next.facts().stale_blocks),
+        (STALE, stream.facts().stale_blocks)
+    );
+    next.store(None, &[1, 2]);
+    assert_eq!(next.status(), INCOMPLETE, "lost blocks may be held");
+
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.lose(5_000);
+    stream.store(None, &[1]);
+    assert_eq!(stream.resume().status(), INCOMPLETE);
+}
+
+#[test]
+fn resumed_reader_detects_restart_and_gap_without_replay() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    for block in 1..=5 {
+        stream.store(None, &[block]);
+    }
+    let mut next = stream.resume();
+    next.store(None, &[6]);
+    assert_eq!(
+        (next.status(), next.holds(&[1])),
+        (EXACT, 1),
+        "nothing is missing"
+    );
+
+    let mut next = stream.resume();
+    next.lose(1);
+    next.store(None, &[6]);
+    assert_eq!(
+        (next.status(), next.holds(&[1])),
+        (STALE, 1),
+        "something is"
+    );
+
+    for number in [0, 2, 4] {
+        let mut next = stream.resume();
+        next.next = number;
+        next.store(None, &[6]);
+        assert_eq!(
+            (next.facts().restarts, next.holds(&[1])),
+            (1, 0),
+            "another engine, at batch {number}"
+        );
+    }
+}

@@ -1,0 +1,64 @@
+//! Reasons why an event is not applied to the main prefix index.
+
+/// Reason why an event is not applied to the main prefix index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FilterReason {
+    /// Blocks of a cache that does not serve prefix hits.
+    UnsupportedOwnership,
+    /// Blocks of an unknown owner.
+    UnknownOwnership,
+    /// A placeholder event.
+    Ignored,
+    /// Storage of another worker.
+    NonLocalLocality,
+    /// Unknown storage medium.
+    UnknownMedium,
+    /// An attention kind that holds only part of a prefix.
+    NonMainKind,
+    /// Unknown attention kind.
+    UnknownKind,
+    /// A cache group that is known to hold only part of a prefix.
+    NonMainGroup,
+    /// A cache group of unknown kind.
+    UnlearnedGroup,
+    /// A second cache group that holds whole prefixes. The first one identifies the blocks.
+    SecondaryMainGroup,
+    /// A cache group beside the main one whose block size is not a multiple of the index block size.
+    GroupBlockSize {
+        /// Tokens per block in the event.
+        engine: u32,
+    },
+    /// The salt would be inherited from a block that was stored with two salts.
+    AmbiguousSalt,
+    /// Neither of the block sizes of the engine and the index divides the other.
+    BlockSize {
+        /// Tokens per block in the event.
+        engine: u32,
+    },
+}
+
+impl FilterReason {
+    /// Returns the metric label without its prefix.
+    pub fn as_str(self) -> &'static str {
+        self.label().trim_start_matches("filtered_")
+    }
+
+    /// Outcome label in metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            FilterReason::UnsupportedOwnership => "filtered_unsupported_ownership",
+            FilterReason::UnknownOwnership => "filtered_unknown_ownership",
+            FilterReason::Ignored => "filtered_ignored_event",
+            FilterReason::NonLocalLocality => "filtered_non_local_locality",
+            FilterReason::UnknownMedium => "filtered_unknown_medium",
+            FilterReason::NonMainKind => "filtered_non_main_attention_kind",
+            FilterReason::UnknownKind => "filtered_unknown_kind",
+            FilterReason::NonMainGroup => "filtered_non_main_attention_group",
+            FilterReason::UnlearnedGroup => "filtered_unlearned_group_idx",
+            FilterReason::SecondaryMainGroup => "filtered_further_main_attention_group",
+            FilterReason::GroupBlockSize { .. } => "filtered_group_block_size_mismatch",
+            FilterReason::AmbiguousSalt => "filtered_ambiguous_cache_namespace",
+            FilterReason::BlockSize { .. } => "filtered_block_size_mismatch",
+        }
+    }
+}

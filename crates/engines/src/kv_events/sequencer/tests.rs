@@ -1,0 +1,109 @@
+use super::*;
+
+fn digest(life: u8) -> PayloadDigest {
+    PayloadDigest::of(&[life])
+}
+
+/// A sequencer that received live batches up to `live` and applied batches up to `applied`.
+fn at(applied: Option<u64>, live: Option<u64>) -> Sequencer {
+    let applied = applied.map(|seq| AppliedBatch {
+        seq,
+        digest: digest(1),
+    });
+    Sequencer {
+        applied,
+        last_live: live,
+    }
+}
+
+#[test]
+fn live_batch_is_classified_by_both_positions() {
+    let cases = [
+        (None, None, 0, LiveAction::Apply),
+        (None, None, 5, LiveAction::Gap { from: 0, to: 5 }),
+        (Some(4), Some(4), 5, LiveAction::Apply),
+        (Some(4), Some(4), 7, LiveAction::Gap { from: 5, to: 7 }),
+        (Some(9), Some(4), 7, LiveAction::Stale),
+        (Some(9), Some(4), 9, LiveAction::Stale),
+        (Some(9), Some(4), 10, LiveAction::Apply),
+        (Some(4), Some(4), 4, LiveAction::Restart),
+        (Some(4), Some(4), 0, LiveAction::Restart),
+        (Some(9), Some(7), 7, LiveAction::Restart),
+        (Some(4), None, 3, LiveAction::Stale),
+        // An undecodable batch was received but not applied.
+        (Some(4), Some(5), 6, LiveAction::Gap { from: 5, to: 6 }),
+    ];
+    for (applied, live, seq, expected) in cases {
+        assert_eq!(
+            at(applied, live).accept_live(seq, || digest(2)),
+            expected,
+            "{applied:?} {live:?} {seq}"
+        );
+    }
+}
+
+#[test]
+fn repeated_last_batch_is_no_restart() {
+    assert_eq!(
+        at(Some(4), Some(4)).accept_live(4, || digest(1)),
+        LiveAction::Stale
+    );
+    assert_eq!(
+        at(Some(9), Some(7)).accept_live(7, || digest(1)),
+        LiveAction::Restart,
+        "an older number is"
+    );
+}
+
+#[test]
+fn replayed_batch_is_classified_by_number_and_content() {
+    let cases = [
+        (None, 0, 1, ReplayAction::Apply),
+        (None, 3, 1, ReplayAction::Gap { from: 0, to: 3 }),
+        (Some(4), 4, 1, ReplayAction::Duplicate),
+        (Some(4), 4, 2, ReplayAction::Restart),
+        (Some(4), 2, 2, ReplayAction::Duplicate),
+        (Some(4), 5, 2, ReplayAction::Apply),
+        (Some(4), 6, 2, ReplayAction::Gap { from: 5, to: 6 }),
+    ];
+    for (applied, seq, life, expected) in cases {
+        assert_eq!(
+            at(applied, None).accept_replayed(seq, digest(life)),
+            expected,
+            "{applied:?} {seq} {life}"
+        );
+    }
+}
+
+#[test]
+fn restart_clears_both_positions() {
+    let mut sequencer = at(Some(4), Some(4));
+    assert_eq!(
+        sequencer.accept_replayed(4, digest(2)),
+        ReplayAction::Restart
+    );
+    assert_eq!(
+        (
+            sequencer.replay_start(),
+            sequencer.next_seq(),
+            sequencer.is_fresh()
+        ),
+        (0, 0, true)
+    );
+    sequencer.advance(0, digest(2));
+    assert_eq!(
+        sequencer.accept_live(1, || digest(2)),
+        LiveAction::Apply,
+        "its numbers are not compared with the old life's"
+    );
+}
+
+#[test]
+fn empty_replay_after_applied_batch_is_restart() {
+    let mut sequencer = at(Some(4), Some(4));
+    assert!(sequencer.accept_empty_replay());
+    assert!(
+        !sequencer.accept_empty_replay(),
+        "there is nothing left to forget"
+    );
+}

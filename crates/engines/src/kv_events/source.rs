@@ -1,0 +1,87 @@
+//! Settings, callbacks and state of an event source.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::media::MediaTokens;
+use warmroute_core::freshness::ResyncMode;
+use warmroute_core::index::{ApplyOutcome, KvEvent, ReconcileReport, SharedPosition};
+use warmroute_core::worker::{BlockSize, EventSource, WorkerRank};
+
+/// Callbacks and state that receive the events of one worker rank.
+pub struct RankSink {
+    /// Applies one event to the index.
+    pub apply: Box<dyn FnMut(&KvEvent) -> ApplyOutcome + Send>,
+    /// Called when events were lost for good and the index may be out of date for this rank.
+    /// Returns the number of losses so far.
+    pub record_loss: Box<dyn FnMut() -> u32 + Send>,
+    /// Returns the state of the stale blocks, and evicts those that are presumed gone.
+    pub reconcile: Box<dyn FnMut() -> ReconcileReport + Send>,
+    /// Position of the rank in its event stream. A position that is set at the start is resumed
+    /// from.
+    pub position: SharedPosition,
+}
+
+/// Settings of one event source.
+#[derive(Clone, Debug)]
+pub struct SourceSpec {
+    /// Worker rank whose cache the events describe.
+    pub rank: WorkerRank,
+    /// Endpoint and topic of the events.
+    pub source: EventSource,
+    /// Identity of the engine process. Knowledge about another process is not reused.
+    pub engine: String,
+    /// Tokens per block of the index.
+    pub block_size: BlockSize,
+    /// Placeholder tokens of the model.
+    pub media: MediaTokens,
+    /// Policy for the blocks of the rank when batches are lost for good.
+    pub resync: SharedResync,
+    /// Maximum message size in bytes.
+    pub max_message: usize,
+}
+
+impl SourceSpec {
+    /// Digest of the engine's identity and of the settings that events are decoded with. A reader
+    /// with another digest would produce other blocks from the same events.
+    pub fn settings_digest(&self) -> u64 {
+        let Self {
+            engine,
+            block_size,
+            media: MediaTokens { image, video },
+            ..
+        } = self;
+        xxh3_64(format!("{engine} {} {image:?} {video:?}", block_size.0).as_bytes())
+    }
+}
+
+/// Policy for the blocks of a rank when batches are lost for good. The configuration can change it
+/// at any time.
+#[derive(Clone, Debug, Default)]
+pub struct SharedResync(Arc<AtomicBool>);
+
+impl SharedResync {
+    /// Sets the policy.
+    pub fn set(&self, resync: ResyncMode) {
+        self.0.store(resync == ResyncMode::Clear, Ordering::Relaxed);
+    }
+
+    /// Returns true if the blocks are cleared.
+    pub fn is_clear(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Connection state of an event source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SourceState {
+    /// Not connected to the engine.
+    #[default]
+    Connecting,
+    /// Connected, and replaying missed batches.
+    Replaying,
+    /// Connected, and caught up as far as possible.
+    Live,
+}

@@ -1,0 +1,76 @@
+//! State of an event source, shared with the router, and a notification for every change of its
+//! status.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use warmroute_core::freshness::{EventSourceState, SourceStatus};
+
+/// The shared state of one event source.
+#[derive(Clone, Debug)]
+pub struct SourceMonitor {
+    source: Arc<Mutex<EventSourceState>>,
+    changed: Arc<Notify>,
+    reconnect: Arc<Notify>,
+}
+
+impl Default for SourceMonitor {
+    fn default() -> Self {
+        let source = Arc::new(Mutex::new(EventSourceState::new(unix_now())));
+        Self {
+            source,
+            changed: Arc::default(),
+            reconnect: Arc::default(),
+        }
+    }
+}
+
+impl SourceMonitor {
+    /// The state itself, for readers and for request outcomes.
+    pub fn source(&self) -> &Arc<Mutex<EventSourceState>> {
+        &self.source
+    }
+
+    /// Current status.
+    pub fn status(&self) -> SourceStatus {
+        self.source.lock().status()
+    }
+
+    /// Resets the state, as for a new source.
+    pub fn reset(&self) {
+        *self.source.lock() = EventSourceState::new(unix_now());
+        self.changed.notify_one();
+    }
+
+    /// Updates the state and notifies the listener if the status changed.
+    pub fn update(&self, change: impl FnOnce(&mut EventSourceState)) {
+        let changed = self.source.lock().update(unix_now(), change);
+        if changed {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Waits until the status differs from the one at the last call.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Requests that the subscriber reconnects.
+    pub fn request_reconnect(&self) {
+        self.reconnect.notify_one();
+    }
+
+    pub(super) async fn reconnect_requested(&self) {
+        self.reconnect.notified().await;
+    }
+}
+
+/// Unix time in seconds; 0 before the epoch.
+pub(super) fn unix_now() -> f64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64())
+}

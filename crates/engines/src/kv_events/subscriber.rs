@@ -1,0 +1,556 @@
+//! Subscribes to one worker rank's event source for the lifetime of the process. After a lost
+//! connection, a new socket connects after a pause. A replay follows every connection, because only
+//! a later batch number reveals a missed batch, and an idle engine sends none. During a replay,
+//! live messages wait in the bounded queues of the kernel and of the publisher. An overflow of
+//! these queues shows as a gap.
+
+use std::collections::HashSet;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until};
+use warmroute_zmtp::{
+    MessageLimits, PublisherId, ReconnectBackoff, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint,
+    ZmtpError,
+};
+
+use super::applier::{BatchApplier, EventApplier};
+use super::replay::{self, BURST};
+use super::replay_client::{FIRST_PAUSE as UNANSWERED, ReplayClient};
+use super::sequencer::ReplayError;
+use super::source::{RankSink, SourceSpec, SourceState};
+use super::source_monitor::SourceMonitor;
+use warmroute_core::freshness::SourceLink;
+use warmroute_core::worker::{EventSource, SocketAttach, WorkerRank};
+use warmroute_metrics::{Metrics, ReasonLabel};
+
+/// Shortest and longest pause between connection attempts.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// Time after connecting until the subscription has taken effect. Batches of this time may be
+/// missed and are replayed after it.
+const SUBSCRIPTION_DELAY: Duration = Duration::from_secs(1);
+/// Minimum time between log lines about refused connections.
+const REFUSED_LOG_INTERVAL: Duration = Duration::from_secs(60);
+/// Time without messages after which the replay endpoint is queried. A dead connection without a
+/// reset looks like an idle one.
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Time and reason of the next check for missed batches.
+#[derive(Clone, Copy)]
+enum ReplayCheck {
+    /// The subscription has taken effect.
+    AfterSubscribe(Instant),
+    /// No message arrived for a long time.
+    Idle(Instant),
+}
+
+impl ReplayCheck {
+    fn at(self) -> Instant {
+        match self {
+            ReplayCheck::AfterSubscribe(at) | ReplayCheck::Idle(at) => at,
+        }
+    }
+}
+
+/// The next action of a session.
+#[derive(Debug)]
+enum ListenerAction {
+    /// The next event of the socket; `None` if the socket is closed.
+    Event(Option<SubEvent>),
+    /// A check is due.
+    Check,
+    /// Requests succeeded, and their expected events did not arrive.
+    ReconnectRequested,
+    /// The task yielded to other tasks.
+    Yielded,
+}
+
+/// Returns the configuration of a socket that receives messages of up to `max_message` bytes.
+pub(super) fn socket_config(max_message: usize) -> SocketConfig {
+    let limits = MessageLimits {
+        message: max_message,
+        ..MessageLimits::default()
+    };
+    SocketConfig {
+        limits,
+        ..SocketConfig::default()
+    }
+}
+
+/// Receives the events of one source and applies them. Runs until it is dropped.
+pub async fn run(
+    spec: SourceSpec,
+    sink: RankSink,
+    metrics: Arc<Metrics>,
+    state: watch::Sender<SourceState>,
+    monitor: SourceMonitor,
+) -> Infallible {
+    let publisher = StatePublisher {
+        rank: spec.rank,
+        monitor: monitor.clone(),
+        state,
+    };
+    publisher.publish(SourceState::Connecting);
+    let config = socket_config(spec.max_message);
+    let mut listener = SourceListener {
+        applier: EventApplier::new(&spec, sink, metrics.clone(), monitor),
+        replay: spec
+            .source
+            .replay
+            .as_deref()
+            .map(|endpoint| ReplayClient::new(endpoint, config)),
+        publisher,
+        config,
+        metrics,
+        source: spec.source,
+        check: None,
+        refused_at: None,
+    };
+    let mut backoff = ReconnectBackoff::new(PAUSE.0, PAUSE.1);
+    let mut last_error = String::new();
+    loop {
+        let attempt = Instant::now();
+        let Err(error) = listener.run_session().await;
+        listener.publisher.publish(SourceState::Connecting);
+        let error = error.to_string();
+        if attempt.elapsed() > PAUSE.1 {
+            backoff.reset();
+            last_error.clear();
+        }
+        if error != last_error {
+            tracing::warn!(rank = %spec.rank, endpoint = listener.source.endpoint, error, "KV event source lost");
+            last_error = error;
+        }
+        sleep(backoff.next_pause(rand::random())).await;
+    }
+}
+
+/// Reason why a socket is closed and connected again.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DetachError {
+    #[error(
+        "the engine published events that did not arrive: the connection is dead, or the topic {0:?} is wrong"
+    )]
+    MissedEvents(String),
+    #[error("requests succeeded, but their events did not arrive")]
+    ReconnectRequested,
+    #[error("the socket is closed")]
+    SocketClosed,
+    #[error(transparent)]
+    Socket(#[from] ZmtpError),
+}
+
+/// Publishes the connection state of the source.
+struct StatePublisher {
+    rank: WorkerRank,
+    monitor: SourceMonitor,
+    state: watch::Sender<SourceState>,
+}
+
+impl StatePublisher {
+    fn publish(&self, state: SourceState) {
+        self.monitor.update(|source| {
+            source.set_link(match state {
+                SourceState::Connecting => SourceLink::Connecting,
+                SourceState::Replaying => SourceLink::Replaying,
+                SourceState::Live => SourceLink::Attached,
+            });
+        });
+        let changed = self
+            .state
+            .send_if_modified(|known| std::mem::replace(known, state) != state);
+        if changed {
+            tracing::info!(rank = %self.rank, ?state, "KV event source state changed");
+        }
+    }
+}
+
+/// One source with the state that outlives a connection.
+struct SourceListener {
+    source: EventSource,
+    config: SocketConfig,
+    metrics: Arc<Metrics>,
+    applier: EventApplier,
+    replay: Option<ReplayClient>,
+    publisher: StatePublisher,
+    check: Option<ReplayCheck>,
+    /// Time of the last log line about a refused connection.
+    refused_at: Option<Instant>,
+}
+
+impl SourceListener {
+    /// Runs one socket from connection to loss.
+    async fn run_session(&mut self) -> Result<Infallible, DetachError> {
+        let mut socket = open_socket(&self.source, self.config)
+            .await
+            .inspect_err(|error| self.count_connection_error(error))?;
+        let mut publishers = HashSet::new();
+        self.check = None;
+        if self.source.attach == SocketAttach::Connect {
+            self.recover_missed().await;
+        }
+        let mut burst = 0;
+        loop {
+            match self.next_action(socket.next_event(), &mut burst).await {
+                ListenerAction::Event(event) => {
+                    self.handle_event(event.ok_or(DetachError::SocketClosed)?, &mut publishers)
+                        .await?
+                }
+                ListenerAction::Check => self.check().await?,
+                ListenerAction::ReconnectRequested => return Err(DetachError::ReconnectRequested),
+                ListenerAction::Yielded => {}
+            }
+        }
+    }
+
+    /// Waits for the next action. Events come first, because a message makes a check unnecessary.
+    /// After [`BURST`] events in succession the other actions and other tasks run once, because the
+    /// socket may always have an event.
+    async fn next_action(
+        &mut self,
+        event: impl Future<Output = Option<SubEvent>>,
+        burst: &mut usize,
+    ) -> ListenerAction {
+        let check = self.check;
+        let due = async move {
+            match check {
+                Some(check) => sleep_until(check.at()).await,
+                None => std::future::pending().await,
+            }
+        };
+        let is_full = *burst >= BURST;
+        let action = tokio::select! {
+            biased;
+            event = event, if !is_full => {
+                *burst += 1;
+                return ListenerAction::Event(event);
+            }
+            () = due => ListenerAction::Check,
+            () = self.publisher.monitor.reconnect_requested() => ListenerAction::ReconnectRequested,
+            () = tokio::task::yield_now(), if is_full => ListenerAction::Yielded,
+        };
+        *burst = 0;
+        action
+    }
+
+    /// Processes one event of the socket.
+    async fn handle_event(
+        &mut self,
+        event: SubEvent,
+        publishers: &mut HashSet<PublisherId>,
+    ) -> Result<(), DetachError> {
+        match event {
+            SubEvent::Message(frames) => self.handle_message(&frames).await,
+            SubEvent::Oversize(limit) => self
+                .applier
+                .update(|batches| batches.record_too_large(limit.as_str())),
+            SubEvent::Connected { publisher, address } => {
+                tracing::debug!(rank = %self.publisher.rank, address, "KV event publisher connected");
+                publishers.insert(publisher);
+                self.recover_missed().await;
+            }
+            SubEvent::Disconnected { publisher, error } => {
+                self.count_connection_error(&error);
+                if self.source.attach == SocketAttach::Connect {
+                    return Err(error.into());
+                }
+                publishers.remove(&publisher);
+                if publishers.is_empty() {
+                    self.check = None;
+                    self.publisher.publish(SourceState::Connecting);
+                }
+            }
+            SubEvent::Refused { address, error } => {
+                self.count_connection_error(&error);
+                let is_first = self
+                    .refused_at
+                    .is_none_or(|at| at.elapsed() >= REFUSED_LOG_INTERVAL);
+                if is_first {
+                    self.refused_at = Some(Instant::now());
+                    tracing::warn!(rank = %self.publisher.rank, address, %error, "KV event publisher refused");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn count_connection_error(&self, error: &ZmtpError) {
+        self.metrics
+            .kv_events
+            .connection_errors
+            .get_or_create(&ReasonLabel {
+                reason: error.reason(),
+            })
+            .inc();
+    }
+
+    /// Replays the batches that were missed before the connection.
+    async fn recover_missed(&mut self) {
+        let takes_over = self.applier.finish_resume();
+        match self.catch_up().await {
+            Some(Ok(())) => {}
+            // The next batch number shows whether a batch is missing.
+            None if takes_over => {}
+            // The index has nothing of this rank that could be stale, and an engine without history
+            // has nothing to replay.
+            Some(Err(ReplayError::Empty)) | None if self.applier.sequencer().is_fresh() => {}
+            missed => {
+                let reason = missed
+                    .and_then(Result::err)
+                    .map_or("no replay endpoint", ReplayError::as_str);
+                tracing::warn!(rank = %self.publisher.rank, reason, "KV events before the connection are unknown");
+                if !self.applier.sequencer().is_fresh() {
+                    self.applier.update(BatchApplier::record_loss);
+                }
+            }
+        }
+        self.check = self
+            .replay
+            .is_some()
+            .then(|| ReplayCheck::AfterSubscribe(Instant::now() + SUBSCRIPTION_DELAY));
+    }
+
+    /// Replays the batches that the engine still holds. Returns `None` without a replay endpoint.
+    async fn catch_up(&mut self) -> Option<Result<(), ReplayError>> {
+        let mut outcome = None;
+        if let Some(engine) = &mut self.replay {
+            self.publisher.publish(SourceState::Replaying);
+            outcome = Some(replay::catch_up(engine, &mut self.applier).await);
+        }
+        self.publisher.publish(SourceState::Live);
+        outcome
+    }
+
+    /// Applies one live message.
+    async fn handle_message(&mut self, frames: &[Bytes]) {
+        let (seq, payload) = match parse_live_message(frames) {
+            Ok(batch) => batch,
+            Err(error) => {
+                return self
+                    .applier
+                    .update(|batches| batches.record_malformed(error));
+            }
+        };
+        if self.replay.is_some() {
+            self.check = Some(ReplayCheck::Idle(Instant::now() + IDLE_CHECK_INTERVAL));
+        }
+        let Some(gap) = self
+            .applier
+            .update(|batches| batches.apply_live(seq, payload))
+        else {
+            return;
+        };
+        tracing::info!(rank = %self.publisher.rank, from = gap.from, to = gap.to, "KV event batches missing");
+        if let Some(Err(reason)) = self.catch_up().await {
+            tracing::warn!(rank = %self.publisher.rank, reason = reason.as_str(), "KV event replay incomplete");
+        }
+        self.applier
+            .update(|batches| batches.apply_after_replay(gap, payload));
+    }
+
+    /// Queries the replay endpoint for batches that should have arrived.
+    async fn check(&mut self) -> Result<(), DetachError> {
+        let (Some(engine), Some(check)) = (&mut self.replay, self.check) else {
+            return Ok(());
+        };
+        let known = self.applier.sequencer().next_seq();
+        let outcome = replay::catch_up(engine, &mut self.applier).await;
+        self.check = Some(match outcome {
+            Err(ReplayError::EndedBeforeTarget) => {
+                ReplayCheck::AfterSubscribe(Instant::now() + UNANSWERED + SUBSCRIPTION_DELAY)
+            }
+            _ => ReplayCheck::Idle(Instant::now() + IDLE_CHECK_INTERVAL),
+        });
+        match check {
+            ReplayCheck::Idle(_) if self.applier.sequencer().next_seq() != known => {
+                Err(DetachError::MissedEvents(self.source.topic.clone()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Parses a live message of exactly three frames: topic, number and payload. Returns the number and
+/// the payload.
+pub(super) fn parse_live_message(frames: &[Bytes]) -> Result<(u64, &Bytes), &'static str> {
+    let [_topic, seq, payload] = frames else {
+        return Err("not three frames");
+    };
+    let seq: [u8; 8] = seq
+        .as_ref()
+        .try_into()
+        .map_err(|_| "batch number is not eight bytes")?;
+    Ok((u64::from_be_bytes(seq), payload))
+}
+
+/// Opens a subscribed socket, connected or bound.
+pub(super) async fn open_socket(
+    source: &EventSource,
+    config: SocketConfig,
+) -> Result<SubSocket, ZmtpError> {
+    let endpoint: ZmtpEndpoint = source.endpoint.parse()?;
+    match source.attach {
+        SocketAttach::Connect => SubSocket::connect(&endpoint, &source.topic, config).await,
+        SocketAttach::Bind => SubSocket::bind(&endpoint, &source.topic, config).await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use warmroute_zmtp::ExceededLimit;
+    use zeromq::{RouterSocket, Socket as _, SocketRecv as _, SocketSend as _};
+
+    use super::*;
+    use crate::kv_events::{MediaTokens, SharedResync};
+    use warmroute_core::index::{ApplyOutcome, ReconcileReport};
+    use warmroute_core::worker::{BlockSize, DpRank, WorkerId};
+
+    fn listener(replay: &str) -> SourceListener {
+        let source = EventSource {
+            endpoint: String::new(),
+            topic: "topic".to_owned(),
+            attach: SocketAttach::Connect,
+            replay: Some(replay.to_owned()),
+        };
+        let rank = WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(0),
+        };
+        let block_size = BlockSize::new(2).unwrap();
+        let media = MediaTokens::default();
+        let resync = SharedResync::default();
+        let engine = String::new();
+        let max_message = MessageLimits::default().message;
+        let spec = SourceSpec {
+            rank,
+            source,
+            engine,
+            block_size,
+            media,
+            resync,
+            max_message,
+        };
+        let sink = RankSink {
+            apply: Box::new(|_| ApplyOutcome::Ok),
+            record_loss: Box::new(|| 0),
+            reconcile: Box::new(ReconcileReport::default),
+            position: Default::default(),
+        };
+        let monitor = SourceMonitor::default();
+        let metrics = Arc::new(Metrics::new());
+        let (state, _) = watch::channel(SourceState::default());
+        SourceListener {
+            applier: EventApplier::new(&spec, sink, metrics.clone(), monitor.clone()),
+            replay: Some(ReplayClient::new(replay, SocketConfig::default())),
+            config: SocketConfig::default(),
+            metrics,
+            publisher: StatePublisher {
+                rank,
+                monitor,
+                state,
+            },
+            source: spec.source,
+            check: None,
+            refused_at: None,
+        }
+    }
+
+    /// An engine that holds two batches.
+    async fn engine() -> (String, tokio::task::JoinHandle<()>) {
+        let mut router = RouterSocket::new();
+        let endpoint = router.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+        let answering = tokio::spawn(async move {
+            while let Ok(request) = router.recv().await {
+                let [client, _, from] = &request.into_vec()[..] else {
+                    panic!("not a request")
+                };
+                let from = u64::from_be_bytes(from.as_ref().try_into().unwrap());
+                let batch = Bytes::from_static(&[0x92, 0x01, 0x90]);
+                let held = (from..2)
+                    .map(|seq| (seq, batch.clone()))
+                    .chain([(u64::MAX, Bytes::new())]);
+                for (seq, payload) in held {
+                    let seq = Bytes::copy_from_slice(&seq.to_be_bytes());
+                    let reply = vec![client.clone(), Bytes::new(), seq, payload];
+                    router.send(reply.try_into().unwrap()).await.unwrap();
+                }
+            }
+        });
+        (endpoint, answering)
+    }
+
+    #[tokio::test]
+    async fn silent_connection_to_publishing_engine_is_reattached() {
+        let (endpoint, answering) = engine().await;
+        let mut listener = listener(&endpoint);
+        listener.check = Some(ReplayCheck::Idle(Instant::now()));
+        assert!(matches!(
+            listener.check().await,
+            Err(DetachError::MissedEvents(_))
+        ));
+        assert_eq!(
+            listener.applier.sequencer().next_seq(),
+            2,
+            "replayed batches are applied"
+        );
+        assert!(listener.check().await.is_ok(), "nothing new since");
+        answering.abort();
+    }
+
+    #[tokio::test]
+    async fn due_check_runs_while_events_are_always_ready() {
+        let mut listener = listener("tcp://127.0.0.1:1");
+        let event = || std::future::ready(Some(SubEvent::Oversize(ExceededLimit::Message)));
+        let mut burst = 0;
+        listener.check = Some(ReplayCheck::Idle(Instant::now()));
+        let mut events = 0;
+        while let ListenerAction::Event(_) = listener.next_action(event(), &mut burst).await {
+            events += 1;
+            assert!(events <= BURST, "the check does not run");
+        }
+        listener.check = None;
+        listener.publisher.monitor.request_reconnect();
+        let mut actions = Vec::new();
+        while !matches!(actions.last(), Some(ListenerAction::ReconnectRequested)) {
+            actions.push(listener.next_action(event(), &mut burst).await);
+            assert!(actions.len() <= BURST + 1, "{actions:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn only_batches_postpone_the_check() {
+        let mut listener = listener("tcp://127.0.0.1:1");
+        let at = Instant::now();
+        listener.check = Some(ReplayCheck::AfterSubscribe(at));
+        listener
+            .handle_message(&[
+                Bytes::from_static(b"topic"),
+                Bytes::from_static(b"no number"),
+            ])
+            .await;
+        assert!(matches!(listener.check, Some(ReplayCheck::AfterSubscribe(still)) if still == at));
+        let batch = [
+            b"topic".as_slice(),
+            &0_u64.to_be_bytes(),
+            &[0x92, 0x01, 0x90],
+        ];
+        listener
+            .handle_message(&batch.map(Bytes::copy_from_slice))
+            .await;
+        assert!(matches!(listener.check, Some(ReplayCheck::Idle(_))));
+    }
+
+    #[tokio::test]
+    async fn batch_before_subscription_does_not_reattach() {
+        let (endpoint, answering) = engine().await;
+        let mut listener = listener(&endpoint);
+        listener.check = Some(ReplayCheck::AfterSubscribe(Instant::now()));
+        assert!(listener.check().await.is_ok());
+        assert_eq!(listener.applier.sequencer().next_seq(), 2);
+        answering.abort();
+    }
+}

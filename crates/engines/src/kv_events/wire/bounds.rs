@@ -1,0 +1,320 @@
+//! Limits of a batch, checked before anything is decoded. One pass over the payload counts what
+//! decoding would allocate memory for, so that a few bytes on the wire cannot become many in
+//! memory.
+//!
+//! A decoded batch takes at most about 180 MiB: 128 Ki events of 300 bytes, 1 Mi hashes of 8 bytes,
+//! 16 Mi tokens of 4 bytes, and 1 Mi each of extra-key lists, extra keys and multimodal objects of
+//! 24 to 40 bytes.
+
+use super::error::{BatchLimit, WireError};
+
+/// Maximum number of events in a batch. Engines publish one event per evicted block.
+const EVENTS: usize = 1 << 17;
+/// Maximum number of block hashes in a batch.
+const HASHES: usize = 1 << 20;
+/// Maximum number of tokens in a batch.
+const TOKENS: usize = 1 << 24;
+/// Lists of extra keys that an event may have beyond its blocks. They are ignored.
+const SPARE_LISTS: usize = 16;
+/// Maximum number of extra keys or multimodal objects of one block.
+const KEYS_PER_BLOCK: usize = 64;
+/// Maximum number of extra keys and multimodal objects in a batch, and of lists of them.
+const KEYS: usize = 1 << 20;
+
+/// Checks the limits of a batch. It reads only lengths and nesting; the decoder checks types.
+pub(super) fn check(payload: &[u8]) -> Result<(), WireError> {
+    let mut counters = BatchCounters {
+        reader: MessagePackReader { rest: payload },
+        ..BatchCounters::default()
+    };
+    let ValueHead::Array(elements) = counters.reader.value()? else {
+        return Ok(());
+    };
+    for at in 0..elements {
+        match (at, counters.reader.value()?) {
+            (1, ValueHead::Array(events)) => counters.events(events)?,
+            (_, other) => counters.reader.skip_content(other)?,
+        }
+    }
+    Ok(())
+}
+
+/// The counters of one batch.
+#[derive(Default)]
+struct BatchCounters<'a> {
+    reader: MessagePackReader<'a>,
+    hashes: usize,
+    tokens: usize,
+    lists: usize,
+    keys: usize,
+}
+
+/// The content of a field, as far as decoding allocates memory for its elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FieldContent {
+    Hashes,
+    Tokens,
+    /// Extra keys or multimodal objects: a list per block.
+    Keys,
+    Other,
+}
+
+impl FieldContent {
+    /// The content of a position in the array encoding. The decoder searches the tail, which begins
+    /// earlier in events without tokens, for multimodal objects, and ignores everything after it.
+    fn at(position: usize, is_store: bool) -> Self {
+        match position {
+            1 => FieldContent::Hashes,
+            3 if is_store => FieldContent::Tokens,
+            8..17 => FieldContent::Keys,
+            3..17 if !is_store => FieldContent::Keys,
+            _ => FieldContent::Other,
+        }
+    }
+
+    /// The content of a name in the map encoding.
+    fn of(name: &[u8]) -> Self {
+        match name {
+            b"block_hashes" => FieldContent::Hashes,
+            b"token_ids" => FieldContent::Tokens,
+            b"extra_keys" | b"block_mm_infos" => FieldContent::Keys,
+            _ => FieldContent::Other,
+        }
+    }
+}
+
+impl BatchCounters<'_> {
+    fn events(&mut self, events: usize) -> Result<(), WireError> {
+        if events > EVENTS {
+            return Err(WireError::TooLarge(BatchLimit::Events));
+        }
+        for _ in 0..events {
+            let hashes = self.hashes;
+            let lists = match self.reader.value()? {
+                ValueHead::Array(fields) => self.array_event(fields)?,
+                ValueHead::Map(fields) => self.map_event(fields)?,
+                ValueHead::Bytes(_) | ValueHead::Scalar => 0,
+            };
+            // A field may precede the hashes, so the number of blocks is known only here.
+            if lists > self.hashes - hashes + SPARE_LISTS {
+                return Err(WireError::TooLarge(BatchLimit::ExtraKeys));
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts an event in the array encoding. Returns the longest list of lists per block.
+    fn array_event(&mut self, fields: usize) -> Result<usize, WireError> {
+        let mut lists = 0;
+        let mut is_store = false;
+        for at in 0..fields {
+            let value = self.reader.value()?;
+            is_store |= at == 0 && matches!(value, ValueHead::Bytes(b"BlockStored"));
+            lists = self
+                .field(FieldContent::at(at, is_store), value)?
+                .max(lists);
+        }
+        Ok(lists)
+    }
+
+    /// Counts an event in the map encoding. Returns the longest list of lists per block.
+    fn map_event(&mut self, fields: usize) -> Result<usize, WireError> {
+        let mut lists = 0;
+        for _ in 0..fields {
+            let name = self.reader.value()?;
+            self.reader.skip_content(name)?;
+            let content = if let ValueHead::Bytes(name) = name {
+                FieldContent::of(name)
+            } else {
+                FieldContent::Other
+            };
+            let value = self.reader.value()?;
+            lists = self.field(content, value)?.max(lists);
+        }
+        Ok(lists)
+    }
+
+    /// Counts one field. Returns its number of lists if it has one per block.
+    fn field(&mut self, content: FieldContent, value: ValueHead<'_>) -> Result<usize, WireError> {
+        let ValueHead::Array(elements) = value else {
+            self.reader.skip_content(value)?;
+            return Ok(0);
+        };
+        match content {
+            FieldContent::Hashes => count(&mut self.hashes, elements, HASHES, BatchLimit::Hashes)?,
+            FieldContent::Tokens => count(&mut self.tokens, elements, TOKENS, BatchLimit::Tokens)?,
+            FieldContent::Other => {}
+            FieldContent::Keys => {
+                count(&mut self.lists, elements, KEYS, BatchLimit::ExtraKeys)?;
+                for _ in 0..elements {
+                    let keys = self.block_keys()?;
+                    if keys > KEYS_PER_BLOCK {
+                        return Err(WireError::TooLarge(BatchLimit::ExtraKeys));
+                    }
+                    count(&mut self.keys, keys, KEYS, BatchLimit::ExtraKeys)?;
+                }
+                return Ok(elements);
+            }
+        }
+        self.reader.skip(elements)?;
+        Ok(0)
+    }
+
+    /// Counts the extra keys of a block, which are an array, or its multimodal objects, which are
+    /// an array inside an array or a map: the elements of the arrays at both depths.
+    fn block_keys(&mut self) -> Result<usize, WireError> {
+        let block = self.reader.value()?;
+        let mut keys = if let ValueHead::Array(elements) = block {
+            elements
+        } else {
+            0
+        };
+        for _ in 0..block.children() {
+            let inner = self.reader.value()?;
+            if let ValueHead::Array(elements) = inner {
+                keys = keys.saturating_add(elements);
+            }
+            self.reader.skip_content(inner)?;
+        }
+        Ok(keys)
+    }
+}
+
+fn count(
+    counter: &mut usize,
+    more: usize,
+    limit: usize,
+    exceeded: BatchLimit,
+) -> Result<(), WireError> {
+    *counter = counter.saturating_add(more);
+    if *counter > limit {
+        Err(WireError::TooLarge(exceeded))
+    } else {
+        Ok(())
+    }
+}
+
+/// The head of a MessagePack value; the content of arrays and maps follows it.
+#[derive(Clone, Copy)]
+enum ValueHead<'a> {
+    Scalar,
+    /// Text or bytes.
+    Bytes(&'a [u8]),
+    Array(usize),
+    Map(usize),
+}
+
+impl ValueHead<'_> {
+    /// The number of values inside it.
+    fn children(self) -> usize {
+        match self {
+            ValueHead::Scalar | ValueHead::Bytes(_) => 0,
+            ValueHead::Array(elements) => elements,
+            ValueHead::Map(entries) => entries.saturating_mul(2),
+        }
+    }
+}
+
+/// Reads MessagePack values one after the other.
+#[derive(Default)]
+struct MessagePackReader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> MessagePackReader<'a> {
+    fn value(&mut self) -> Result<ValueHead<'a>, WireError> {
+        let [marker] = self.take()?;
+        Ok(match marker {
+            0x00..=0x7f | 0xe0..=0xff | 0xc0 | 0xc2 | 0xc3 => ValueHead::Scalar,
+            0x80..=0x8f => self.map(usize::from(marker & 0x0f))?,
+            0x90..=0x9f => self.array(usize::from(marker & 0x0f))?,
+            0xa0..=0xbf => self.bytes(usize::from(marker & 0x1f))?,
+            0xc4 | 0xd9 => self.length::<1>().and_then(|length| self.bytes(length))?,
+            0xc5 | 0xda => self.length::<2>().and_then(|length| self.bytes(length))?,
+            0xc6 | 0xdb => self.length::<4>().and_then(|length| self.bytes(length))?,
+            0xc7 => self
+                .length::<1>()
+                .and_then(|length| self.scalar(length + 1))?,
+            0xc8 => self
+                .length::<2>()
+                .and_then(|length| self.scalar(length + 1))?,
+            0xc9 => self
+                .length::<4>()
+                .and_then(|length| self.scalar(length + 1))?,
+            0xcc | 0xd0 => self.scalar(1)?,
+            0xcd | 0xd1 | 0xd4 => self.scalar(2)?,
+            0xd5 => self.scalar(3)?,
+            0xca | 0xce | 0xd2 => self.scalar(4)?,
+            0xd6 => self.scalar(5)?,
+            0xcb | 0xcf | 0xd3 => self.scalar(8)?,
+            0xd7 => self.scalar(9)?,
+            0xd8 => self.scalar(17)?,
+            0xdc => self.length::<2>().and_then(|length| self.array(length))?,
+            0xdd => self.length::<4>().and_then(|length| self.array(length))?,
+            0xde => self.length::<2>().and_then(|length| self.map(length))?,
+            0xdf => self.length::<4>().and_then(|length| self.map(length))?,
+            0xc1 => return Err(WireError::Truncated),
+        })
+    }
+
+    /// Skips values with all their content.
+    fn skip(&mut self, values: usize) -> Result<(), WireError> {
+        let mut pending = values;
+        while pending > 0 {
+            pending = pending.saturating_add(self.value()?.children()) - 1;
+        }
+        Ok(())
+    }
+
+    /// Skips the content of a value whose head was read.
+    fn skip_content(&mut self, value: ValueHead<'_>) -> Result<(), WireError> {
+        self.skip(value.children())
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
+        let (taken, rest) = self.rest.split_first_chunk().ok_or(WireError::Truncated)?;
+        self.rest = rest;
+        Ok(*taken)
+    }
+
+    /// A big-endian length of N bytes.
+    fn length<const N: usize>(&mut self) -> Result<usize, WireError> {
+        Ok(self
+            .take::<N>()?
+            .iter()
+            .fold(0, |length, byte| length << 8 | usize::from(*byte)))
+    }
+
+    fn bytes(&mut self, length: usize) -> Result<ValueHead<'a>, WireError> {
+        let (bytes, rest) = self
+            .rest
+            .split_at_checked(length)
+            .ok_or(WireError::Truncated)?;
+        self.rest = rest;
+        Ok(ValueHead::Bytes(bytes))
+    }
+
+    fn scalar(&mut self, length: usize) -> Result<ValueHead<'a>, WireError> {
+        self.bytes(length).map(|_| ValueHead::Scalar)
+    }
+
+    /// Every element has at least one byte, so a length beyond the rest is invalid.
+    fn array(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
+        if elements > self.rest.len() {
+            Err(WireError::Truncated)
+        } else {
+            Ok(ValueHead::Array(elements))
+        }
+    }
+
+    fn map(&self, entries: usize) -> Result<ValueHead<'a>, WireError> {
+        if entries > self.rest.len() {
+            Err(WireError::Truncated)
+        } else {
+            Ok(ValueHead::Map(entries))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,77 @@
+//! `shared_cache:`: lookup in a cache shared by all workers. `routing.weights.shared_cache_multiplier`
+//! weighs its hits.
+
+use serde::{Deserialize, Serialize};
+
+use warmroute_settings::{Period, Problem, Size};
+
+/// Section `shared_cache:`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharedCacheConfig {
+    /// URL of the lookup: `http://host:port/path`.
+    pub url: String,
+    /// Maximum time that a request waits for a lookup.
+    #[serde(default = "timeout")]
+    pub timeout: Period,
+    /// Maximum number of concurrent lookups. Further requests are routed without one.
+    #[serde(default = "max_concurrency")]
+    pub max_concurrency: u32,
+    /// Maximum size of a response.
+    #[serde(default = "max_response_size")]
+    pub max_response_size: Size,
+}
+
+fn timeout() -> Period {
+    Period::millis(20)
+}
+
+fn max_concurrency() -> u32 {
+    64
+}
+
+fn max_response_size() -> Size {
+    Size::kib(64)
+}
+
+impl SharedCacheConfig {
+    /// Default limits with this URL.
+    pub fn with_url(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            timeout: timeout(),
+            max_concurrency: max_concurrency(),
+            max_response_size: max_response_size(),
+        }
+    }
+
+    /// Semantic errors of the configuration.
+    pub fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let url = reqwest::Url::parse(&self.url);
+        if !url.is_ok_and(|url| url.scheme() == "http" && url.has_host()) {
+            let text = format!(
+                "`{}` is not an http:// address; write for example http://10.0.0.7:8080/lookup",
+                self.url
+            );
+            problems.push(Problem::of("url", text));
+        }
+        if self.timeout.get().is_zero() {
+            problems.push(Problem::of(
+                "timeout",
+                "no answer could come within 0s; the default is 20ms",
+            ));
+        }
+        if self.max_concurrency == 0 {
+            let text = "no lookup would ever be made; the default is 64, and without this section nothing is asked";
+            problems.push(Problem::of("max_concurrency", text));
+        }
+        if self.max_response_size.0 == 0 {
+            problems.push(Problem::of(
+                "max_response_size",
+                "no answer fits a limit of 0; the default is 64KiB",
+            ));
+        }
+        problems
+    }
+}

@@ -1,0 +1,21 @@
+//! Metrics of the router API.
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use crate::labels::ApiCallLabels;
+use crate::metrics;
+
+metrics! {
+    /// Metrics of the router API.
+    ApiMetrics {
+        /// Calls of the router API by method and gRPC status code. A stream is counted when it begins
+        "api_calls" calls: Family<ApiCallLabels, Counter> = Family::default();
+        /// Requests that callers of the router API have booked
+        "api_bookings" bookings: Gauge = Gauge::default();
+        /// Bookings of the router API that were released because their callers sent no update in time
+        "api_expired_bookings" expired_bookings: Counter = Counter::default();
+    }
+}

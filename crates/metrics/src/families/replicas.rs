@@ -1,0 +1,24 @@
+//! Metrics of the replicas.
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use crate::labels::OutcomeLabel;
+use crate::{metrics, outcomes};
+
+metrics! {
+    /// Metrics of the replicas.
+    ReplicaMetrics {
+        /// 1 while the NATS connection to the other replicas is up, 0 otherwise
+        "replica_connected" connected: Gauge = Gauge::default();
+        /// Other replicas that are alive
+        "replica_peers" peers: Gauge = Gauge::default();
+        /// Reservations of other replicas that count as load here
+        "replica_reservations" reservations: Gauge = Gauge::default();
+        /// Messages between replicas by outcome: sent, lost (NATS was not connected), received, gap
+        /// (messages were missed), snapshot_sent, snapshot_received, malformed
+        "replica_messages" messages: Family<OutcomeLabel, Counter> = outcomes(&["sent", "lost", "received", "gap", "snapshot_sent", "snapshot_received", "malformed"]);
+    }
+}

@@ -1,0 +1,50 @@
+//! Metrics of the fleet, its discovery and the load of its workers.
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use crate::labels::{OutcomeLabel, RankLabels, RankTierLabels, SettingLabel, SourceLabel};
+use crate::{FloatGauge, metrics, outcomes};
+
+metrics! {
+    /// Metrics of the fleet, its discovery and the load of its workers.
+    WorkerMetrics {
+        /// Workers in the fleet
+        "workers" workers: Gauge = Gauge::default();
+        /// Workers that are ejected because of consecutive failures
+        "ejected_workers" ejected: Gauge = Gauge::default();
+        /// Generation of the fleet; increases with every change
+        "fleet_generation" fleet_generation: Gauge = Gauge::default();
+        /// 1 if the last read of the workers file succeeded, 0 while an invalid file is ignored
+        "workers_file_last_reload_successful" file_last_reload_successful: Gauge = Gauge::default();
+        /// Reads of the workers file by outcome: applied, unchanged, invalid
+        "workers_file_reloads" file_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);
+        /// 1 while a discovery source can be read and watched, 0 otherwise
+        "discovery_up" discovery_up: Family<SourceLabel, Gauge> = Family::default();
+        /// Unix time of the last success of a discovery source
+        "discovery_last_success_timestamp_seconds" discovery_last_success_timestamp_seconds: Family<SourceLabel, FloatGauge> = Family::default();
+        /// Distinct KV blocks of the active requests of a worker rank
+        "worker_active_decode_blocks" active_decode_blocks: Family<RankLabels, Gauge> = Family::default();
+        /// Prompt tokens of the active requests of a worker rank that have not produced their first
+        /// token
+        "worker_active_prefill_tokens" active_prefill_tokens: Family<RankLabels, Gauge> = Family::default();
+        /// Active requests of a worker rank
+        "worker_active_requests" active_requests: Family<RankLabels, Gauge> = Family::default();
+        /// Blocks that a worker rank has cached according to its KV events, by tier
+        "worker_cached_blocks" cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
+        /// Maximum number of blocks that the index stores for a worker rank, by tier; further events
+        /// have the outcome index_full
+        "worker_cached_blocks_limit" cached_blocks_limit: Family<RankTierLabels, Gauge> = Family::default();
+        /// Blocks that a worker rank is assumed to have cached because prompts with them were routed
+        /// to it
+        "worker_predicted_blocks" predicted_blocks: Family<RankLabels, Gauge> = Family::default();
+        /// Workers whose engine reports another value than the configured one, by setting
+        "engine_setting_mismatches" engine_setting_mismatches: Family<SettingLabel, Gauge> = Family::default();
+        /// Queries to engines for their settings, by outcome: ok, not_offered (the engine has no such
+        /// endpoint), unreachable, timeout, status (the engine returned an error status), unreadable,
+        /// too_large, busy
+        "engine_setting_queries" engine_setting_queries: Family<OutcomeLabel, Counter> = outcomes(&["ok", "not_offered", "unreachable", "timeout", "status", "unreadable", "too_large", "busy"]);
+    }
+}

@@ -1,0 +1,315 @@
+//! Label sets of the metrics.
+
+use prometheus_client::encoding::EncodeLabelSet;
+
+use warmroute_core::block::StorageTier;
+use warmroute_core::worker::{ModelName, WorkerRank, WorkerRole};
+
+/// Model, by the name that the engines serve.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelLabel {
+    /// Model name; `unknown` if the request names no served model.
+    pub model: String,
+}
+
+impl From<&ModelName> for ModelLabel {
+    fn from(model: &ModelName) -> Self {
+        Self {
+            model: model.as_str().to_owned(),
+        }
+    }
+}
+
+/// Model, routing mode and role of the decoding worker.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RequestLabels {
+    /// Model name.
+    pub model: String,
+    /// `exact`, `partial`, `approximate`, `load_only`, `passthrough`, `query` (only a choice was
+    /// requested) or `rejected`.
+    pub mode: &'static str,
+    /// `aggregated`, `decode`; `none` if no worker was chosen.
+    pub role: &'static str,
+}
+
+/// Reason of an event, one of a fixed list.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ReasonLabel {
+    /// The reason.
+    pub reason: &'static str,
+}
+
+/// Outcome of an operation, one of a fixed list.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct OutcomeLabel {
+    /// The outcome.
+    pub outcome: &'static str,
+}
+
+/// Assignment of the phases of a request to workers.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PhasePlanLabel {
+    /// `aggregated`, `remote_prefill`, or the reason for which the decode worker computes the prompt
+    /// although prefill workers exist.
+    pub plan: &'static str,
+}
+
+/// Queue class.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ClassLabel {
+    /// Name of the class.
+    pub class: String,
+}
+
+/// Queue class and outcome of its requests.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ClassOutcomeLabels {
+    /// Name of the class.
+    pub class: String,
+    /// `admitted`, `request_limit`, `prompt_token_limit`, `cached_token_limit`, `timeout`,
+    /// `cancelled`.
+    pub outcome: &'static str,
+}
+
+/// Model and outcome of an operation.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelOutcomeLabels {
+    /// Model name.
+    pub model: String,
+    /// The outcome.
+    pub outcome: &'static str,
+}
+
+impl ModelOutcomeLabels {
+    /// Creates the labels of a model.
+    pub fn new(model: &ModelName, outcome: &'static str) -> Self {
+        Self {
+            model: model.as_str().to_owned(),
+            outcome,
+        }
+    }
+}
+
+/// Model and kind of its tokens.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelTokensLabels {
+    /// Model name.
+    pub model: String,
+    /// The kind.
+    pub kind: &'static str,
+}
+
+/// Model and cause of an event.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct CauseLabels {
+    /// Model name.
+    pub model: String,
+    /// The cause.
+    pub cause: &'static str,
+}
+
+impl CauseLabels {
+    /// Creates the labels of a model.
+    pub fn new(model: &str, cause: &'static str) -> Self {
+        Self {
+            model: model.to_owned(),
+            cause,
+        }
+    }
+}
+
+/// Model and role of workers.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelRoleLabels {
+    /// Model name.
+    pub model: String,
+    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
+    pub role: &'static str,
+}
+
+impl ModelRoleLabels {
+    /// Creates the labels of a model and the role of one of its workers.
+    pub fn new(model: &ModelName, role: Option<WorkerRole>) -> Self {
+        Self {
+            model: model.as_str().to_owned(),
+            role: role_name(role),
+        }
+    }
+}
+
+/// Label value of a role.
+fn role_name(role: Option<WorkerRole>) -> &'static str {
+    role.map_or("unknown", WorkerRole::as_str)
+}
+
+/// Stage of a routing decision.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct StageLabel {
+    /// `parse`, `render`, `tokenize`, `hash`, `index`, `choose`, `total`.
+    pub stage: &'static str,
+}
+
+/// Kind of a KV event and outcome of its application.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EventLabels {
+    /// `stored`, `removed`, `cleared`, `ignored`.
+    pub kind: &'static str,
+    /// `ok`, `parent_block_not_found`, `block_not_found`, `duplicate_store`, or `filtered_` and the reason.
+    pub outcome: &'static str,
+}
+
+/// Method of the router API and status of a call.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ApiCallLabels {
+    /// Method of the gRPC service.
+    pub method: &'static str,
+    /// Name of the gRPC status code, `OK` for success.
+    pub code: &'static str,
+}
+
+/// Worker rank.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankLabels {
+    /// Worker id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
+    pub role: &'static str,
+}
+
+impl RankLabels {
+    /// Creates the labels of a worker rank with the role of its worker.
+    pub fn new(rank: WorkerRank, role: Option<WorkerRole>) -> Self {
+        Self {
+            worker_id: rank.worker.0,
+            dp_rank: rank.rank.0,
+            role: role_name(role),
+        }
+    }
+}
+
+/// Worker rank and tier of its cache.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankTierLabels {
+    /// Worker id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
+    pub role: &'static str,
+    /// Storage tier.
+    pub tier: &'static str,
+}
+
+impl RankTierLabels {
+    /// Creates the labels of one tier of a worker rank.
+    pub fn new(rank: &RankLabels, tier: StorageTier) -> Self {
+        Self {
+            worker_id: rank.worker_id,
+            dp_rank: rank.dp_rank,
+            role: rank.role,
+            tier: tier.as_str(),
+        }
+    }
+}
+
+/// Worker rank and freshness of its event source.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankFreshnessLabels {
+    /// Worker id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
+    pub role: &'static str,
+    /// `exact`, `incomplete`, `catching_up`, `stale`, `absent`.
+    pub freshness: &'static str,
+}
+
+impl RankFreshnessLabels {
+    /// Creates the labels of one state of the source of a worker rank.
+    pub fn new(rank: &RankLabels, freshness: &'static str) -> Self {
+        Self {
+            worker_id: rank.worker_id,
+            dp_rank: rank.dp_rank,
+            role: rank.role,
+            freshness,
+        }
+    }
+}
+
+/// Setting, by its key in the configuration.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct SettingLabel {
+    /// The key.
+    pub setting: &'static str,
+}
+
+/// Request to an engine about a session, and its outcome.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EngineSessionLabels {
+    /// `open`, `close`.
+    pub call: &'static str,
+    /// `ok`, `timeout`, `unreachable`, `connection`, `status`, `overflow`.
+    pub outcome: &'static str,
+}
+
+/// Pool of workers that the process serves.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PoolLabels {
+    /// Name of the pool.
+    pub name: String,
+    /// Namespace of the pool.
+    pub namespace: String,
+}
+
+/// Listener of warmroute.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ListenerLabel {
+    /// `ext_proc`, `ext_proc_unix`, `api`, `admin`, `health`, `xds`.
+    pub listener: &'static str,
+}
+
+/// Listener and outcome of an operation there.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ListenerOutcomeLabels {
+    /// `ext_proc`, `api`, `admin`, `xds`.
+    pub listener: &'static str,
+    /// The outcome.
+    pub outcome: &'static str,
+}
+
+/// Listener and reason of an event there.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ListenerReasonLabels {
+    /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `admin`, `xds`.
+    pub listener: &'static str,
+    /// The reason.
+    pub reason: &'static str,
+}
+
+/// HTTP/2 error that a listener sent.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct Http2ErrorLabels {
+    /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `xds`.
+    pub listener: &'static str,
+    /// `stream` (RST_STREAM) or `connection` (GOAWAY).
+    pub scope: &'static str,
+    /// Name of the error code in RFC 9113, in lower case.
+    pub reason: &'static str,
+}
+
+/// Background task.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct TaskLabel {
+    /// Name of the task.
+    pub task: String,
+}
+
+/// Discovery source.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct SourceLabel {
+    /// Kind and name of the source.
+    pub source: String,
+}

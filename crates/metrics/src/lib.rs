@@ -1,0 +1,223 @@
+//! Metrics of warmroute, one module per subsystem. Each metric is defined once: name, type, labels, unit and help text.
+//! There is no global registry: the composition root creates one [`Metrics`] and passes it on. The exposition adds the
+//! prefix `warmroute_` to every name, and the suffix `_total` to counters.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod families;
+mod format;
+mod labels;
+mod zero;
+
+use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::encoding::text;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+
+pub use families::{
+    ApiMetrics, AuditMetrics, ConfigMetrics, EndpointMetrics, ExtProcMetrics, IndexMetrics,
+    KvEventMetrics, ListenerMetrics, ParityMetrics, PrefillMetrics, ProcessMetrics, QueueMetrics,
+    ReplicaMetrics, RequestMetrics, SessionMetrics, TokenMetrics, WorkerMetrics,
+};
+pub use format::TextFormat;
+pub use labels::*;
+pub use zero::KnownLabels;
+
+/// Family of histograms. The constructor is a function pointer so that the type has a name.
+pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
+
+/// Gauge with a fractional value.
+pub type FloatGauge = Gauge<f64, AtomicU64>;
+
+/// Defines the metrics of one subsystem: a field for each metric, with the name and the help text of the exposition.
+macro_rules! metrics {
+    (
+        $(#[doc = $summary:literal])+
+        $subsystem:ident {
+            $( $(#[doc = $help:literal])+ $name:literal $field:ident: $type:ty = $make:expr; )+
+        }
+    ) => {
+        $(#[doc = $summary])+
+        pub struct $subsystem {
+            $( $(#[doc = $help])+ pub $field: $type, )+
+        }
+
+        impl $subsystem {
+            /// Creates the metrics at zero and registers them.
+            pub(crate) fn register(registry: &mut Registry) -> Self {
+                $( let $field: $type = $make; )+
+                $( registry.register($name, concat!($($help),+).trim(), $field.clone()); )+
+                Self { $($field),+ }
+            }
+        }
+    };
+}
+use metrics;
+
+/// Metrics of one process.
+pub struct Metrics {
+    registry: Mutex<Registry>,
+    /// Metrics of the configuration file.
+    pub config: ConfigMetrics,
+    /// Metrics of routed requests.
+    pub requests: RequestMetrics,
+    /// Metrics of the exchanges with Envoy.
+    pub ext_proc: ExtProcMetrics,
+    /// Metrics of the comparison between predicted and reported cache hits.
+    pub audit: AuditMetrics,
+    /// Metrics of remote prefills.
+    pub prefill: PrefillMetrics,
+    /// Metrics of the queue.
+    pub queue: QueueMetrics,
+    /// Metrics of sessions.
+    pub sessions: SessionMetrics,
+    /// Metrics of tokenization.
+    pub tokens: TokenMetrics,
+    /// Metrics of the comparison between the tokens of warmroute and those of the engines.
+    pub parity: ParityMetrics,
+    /// Metrics of the shared cache and of the remote index.
+    pub index: IndexMetrics,
+    /// Metrics of the fleet, its discovery and the load of its workers.
+    pub workers: WorkerMetrics,
+    /// Metrics of the endpoints published to Envoy.
+    pub endpoints: EndpointMetrics,
+    /// Metrics of the replicas.
+    pub replicas: ReplicaMetrics,
+    /// Metrics of KV events and their sources.
+    pub kv_events: KvEventMetrics,
+    /// Metrics of the router API.
+    pub api: ApiMetrics,
+    /// Metrics of the listeners.
+    pub listeners: ListenerMetrics,
+    /// Metrics of the process as a whole.
+    pub process: ProcessMetrics,
+}
+
+impl Metrics {
+    /// Creates all metrics at zero.
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("warmroute");
+        Self {
+            config: ConfigMetrics::register(&mut registry),
+            requests: RequestMetrics::register(&mut registry),
+            ext_proc: ExtProcMetrics::register(&mut registry),
+            audit: AuditMetrics::register(&mut registry),
+            prefill: PrefillMetrics::register(&mut registry),
+            queue: QueueMetrics::register(&mut registry),
+            sessions: SessionMetrics::register(&mut registry),
+            tokens: TokenMetrics::register(&mut registry),
+            parity: ParityMetrics::register(&mut registry),
+            index: IndexMetrics::register(&mut registry),
+            workers: WorkerMetrics::register(&mut registry),
+            endpoints: EndpointMetrics::register(&mut registry),
+            replicas: ReplicaMetrics::register(&mut registry),
+            kv_events: KvEventMetrics::register(&mut registry),
+            api: ApiMetrics::register(&mut registry),
+            listeners: ListenerMetrics::register(&mut registry),
+            process: ProcessMetrics::register(&mut registry),
+            registry: Mutex::new(registry),
+        }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// Renders the page. `refresh` sets the values that are read at each scrape. Pages are rendered
+    /// one at a time, so `refresh` may clear families.
+    pub fn page(
+        &self,
+        format: TextFormat,
+        refresh: impl FnOnce(&Self),
+    ) -> Result<String, std::fmt::Error> {
+        let registry = self.lock();
+        refresh(self);
+        let mut page = String::new();
+        text::encode(&mut page, &registry)?;
+        Ok(format.convert(page))
+    }
+
+    /// Removes the series of a worker rank that left, except those that are rebuilt for each page.
+    pub fn remove_rank(&self, rank: &RankLabels) {
+        self.requests.worker_unreachable_requests.remove(rank);
+    }
+
+    /// Records the duration of one stage of a decision.
+    pub fn observe_stage(&self, stage: &'static str, duration: std::time::Duration) {
+        self.requests
+            .decision_stage_duration_seconds
+            .get_or_create(&StageLabel { stage })
+            .observe(duration.as_secs_f64());
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Registry> {
+        // Registration cannot panic half-way, so the registry behind a poisoned lock is complete.
+        self.registry
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histograms<L> {
+    Family::new_with_constructor(make)
+}
+
+/// Family whose series all start at zero.
+fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
+    let family = Family::default();
+    values
+        .iter()
+        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    family
+}
+
+fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
+    let family = Family::default();
+    values
+        .iter()
+        .for_each(|&reason| drop(family.get_or_create(&ReasonLabel { reason })));
+    family
+}
+
+fn outcome_histograms(values: &[&'static str]) -> Histograms<OutcomeLabel> {
+    let family = histograms(seconds);
+    values
+        .iter()
+        .for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    family
+}
+
+fn stages(values: &[&'static str]) -> Histograms<StageLabel> {
+    let family = histograms(stage_seconds);
+    values
+        .iter()
+        .for_each(|&stage| drop(family.get_or_create(&StageLabel { stage })));
+    family
+}
+
+fn error_blocks() -> Histogram {
+    Histogram::new([1.0, 2.0, 4.0, 16.0, 64.0, 256.0])
+}
+
+fn token_seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.001, 1.6, 18))
+}
+
+/// From half a microsecond to one second.
+fn stage_seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.000_000_5, 2.0, 22))
+}
+
+fn seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.001, 1.8, 22))
+}

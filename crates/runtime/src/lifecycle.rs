@@ -1,0 +1,333 @@
+//! Startup, supervision and shutdown.
+//!
+//! Readiness is a set of guards, one for each startup step; the service is ready when none is left.
+//! Background tasks run under [`supervise`], which reports every failure. Draining is a pending
+//! step that is never completed.
+
+pub mod config;
+pub mod file_watcher;
+pub mod folder;
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt as _;
+use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use warmroute_metrics::{Metrics, TaskLabel};
+
+/// Name of the pending step while the process drains.
+const DRAINING: &str = "draining";
+
+/// Set of named steps that must end before the process accepts traffic.
+#[derive(Clone)]
+pub struct Readiness {
+    pending: watch::Sender<BTreeSet<String>>,
+}
+
+/// One startup step. Dropping the guard ends the step; only [`Self::complete`] and
+/// [`Self::give_up`] log the outcome.
+pub struct ReadyGuard {
+    name: String,
+    readiness: Readiness,
+    since: Instant,
+    outcome: StepOutcome,
+}
+
+/// Outcome of a startup step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StepOutcome {
+    Complete,
+    TimedOut,
+    /// The owner of the guard was dropped, for example because startup failed.
+    Dropped,
+}
+
+impl ReadyGuard {
+    /// Ends this step and begins the next one. At least one of them is pending at every moment, so
+    /// a waiting task cannot observe readiness in between.
+    #[must_use]
+    pub fn then(self, name: impl Into<String>) -> Self {
+        let next = self.readiness.begin_step(name);
+        self.complete();
+        next
+    }
+
+    /// Ends the step successfully.
+    pub fn complete(mut self) {
+        self.outcome = StepOutcome::Complete;
+    }
+
+    /// Ends the step because its deadline has passed; the service becomes ready without it.
+    pub fn give_up(mut self) {
+        self.outcome = StepOutcome::TimedOut;
+    }
+}
+
+impl Drop for ReadyGuard {
+    fn drop(&mut self) {
+        self.readiness.pending.send_modify(|pending| {
+            // While the process drains, guards are dropped with their owners.
+            if !pending.remove(&self.name) || pending.contains(DRAINING) {
+                return;
+            }
+            let waited = format!("{:.1}s", self.since.elapsed().as_secs_f64());
+            match self.outcome {
+                StepOutcome::Complete => info!(step = self.name, waited, "startup: step complete"),
+                StepOutcome::TimedOut => {
+                    warn!(
+                        step = self.name,
+                        waited, "startup: gave up waiting; becoming ready without this step"
+                    );
+                }
+                StepOutcome::Dropped => {}
+            }
+        });
+    }
+}
+
+impl Default for Readiness {
+    fn default() -> Self {
+        Self {
+            pending: watch::Sender::new(BTreeSet::new()),
+        }
+    }
+}
+
+impl Readiness {
+    /// Adds a startup step.
+    pub fn begin_step(&self, name: impl Into<String>) -> ReadyGuard {
+        let name = name.into();
+        self.pending.send_modify(|pending| {
+            pending.insert(name.clone());
+        });
+        ReadyGuard {
+            name,
+            readiness: self.clone(),
+            since: Instant::now(),
+            outcome: StepOutcome::Dropped,
+        }
+    }
+
+    /// Returns the names of the pending steps, sorted.
+    pub fn pending(&self) -> Vec<String> {
+        self.pending.borrow().iter().cloned().collect()
+    }
+
+    /// Returns whether no step is pending.
+    pub fn is_ready(&self) -> bool {
+        self.pending.borrow().is_empty()
+    }
+
+    /// Returns a receiver of the pending steps.
+    pub fn subscribe(&self) -> watch::Receiver<BTreeSet<String>> {
+        self.pending.subscribe()
+    }
+
+    /// Returns whether the process drains.
+    pub fn is_draining(&self) -> bool {
+        self.pending.borrow().contains(DRAINING)
+    }
+
+    /// Returns whether startup is complete, also while the process drains.
+    pub fn is_started(&self) -> bool {
+        self.pending.borrow().iter().all(|step| step == DRAINING)
+    }
+
+    /// Starts draining: the process reports not ready from now on.
+    pub fn drain(&self) {
+        self.pending.send_modify(|pending| {
+            pending.insert(DRAINING.to_owned());
+        });
+    }
+}
+
+/// Runs a task and restarts it with jittered backoff when it ends, until the token is cancelled.
+/// Each state change is logged once, and a gauge shows the state.
+pub async fn supervise<F, Fut>(name: &str, metrics: &Metrics, stop: CancellationToken, mut task: F)
+where
+    F: FnMut() -> Fut,
+    Fut: Future<Output = anyhow::Result<()>>,
+{
+    let label = TaskLabel {
+        task: name.to_owned(),
+    };
+    let up = metrics.process.task_up.get_or_create_owned(&label);
+    drop(metrics.process.task_restarts.get_or_create(&label));
+    let mut backoff = JitteredBackoff::default();
+    loop {
+        up.set(1);
+        let began = tokio::time::Instant::now();
+        let ended = tokio::select! {
+            () = stop.cancelled() => break,
+            ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked"))),
+        };
+        up.set(0);
+        // Resources of a task may be dropped before the task ends.
+        if stop.is_cancelled() {
+            break;
+        }
+        if began.elapsed() > JitteredBackoff::MAX {
+            backoff = JitteredBackoff::default();
+        }
+        let wait = backoff.next_delay(rand::random());
+        match ended {
+            Ok(()) => warn!(task = name, ?wait, "task ended; starting it again"),
+            Err(error) => warn!(
+                task = name,
+                ?wait,
+                error = format!("{error:#}"),
+                "task failed; starting it again"
+            ),
+        }
+        metrics.process.task_restarts.get_or_create(&label).inc();
+        tokio::select! {
+            () = stop.cancelled() => break,
+            () = tokio::time::sleep(wait) => {}
+        }
+    }
+    up.set(0);
+}
+
+/// Removes the metrics of a task that will not run again under this name.
+pub fn remove_task_metrics(name: &str, metrics: &Metrics) {
+    let label = TaskLabel {
+        task: name.to_owned(),
+    };
+    metrics.process.task_up.remove(&label);
+    metrics.process.task_restarts.remove(&label);
+}
+
+/// Exponential backoff with full jitter.
+#[derive(Debug)]
+pub struct JitteredBackoff {
+    ceiling: Duration,
+}
+
+impl Default for JitteredBackoff {
+    fn default() -> Self {
+        Self { ceiling: Self::MIN }
+    }
+}
+
+impl JitteredBackoff {
+    /// Upper bound of the first delay.
+    pub const MIN: Duration = Duration::from_millis(100);
+    /// Upper bound of every delay.
+    pub const MAX: Duration = Duration::from_secs(5);
+
+    /// Returns the next delay. `random` is in 0..1.
+    pub fn next_delay(&mut self, random: f64) -> Duration {
+        let wait = self.ceiling.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
+        self.ceiling = (self.ceiling * 2).min(Self::MAX);
+        wait
+    }
+}
+
+/// Runs blocking work on the current thread. On a multi-threaded runtime, another thread takes over
+/// its tasks.
+pub fn run_blocking<T>(work: impl FnOnce() -> T) -> T {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),
+        _ => work(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocking_work_does_not_stall_other_tasks() {
+        assert_eq!(run_blocking(|| 7), 7);
+        let single = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        assert_eq!(single.block_on(async { run_blocking(|| 7) }), 7);
+        let one = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .build()
+            .unwrap();
+        let (done_tx, done_rx) = std::sync::mpsc::channel();
+        let work = one
+            .spawn(async move { run_blocking(|| done_rx.recv_timeout(Duration::from_secs(20))) });
+        one.spawn(async move { done_tx.send(7).unwrap() });
+        assert_eq!(one.block_on(work).unwrap(), Ok(7));
+    }
+
+    #[test]
+    fn dropped_guard_is_ready_and_draining_is_not() {
+        let readiness = Readiness::default();
+        let fleet = readiness.begin_step("fleet");
+        let tokenizer = readiness.begin_step("tokenizer qwen");
+        assert_eq!(readiness.pending(), ["fleet", "tokenizer qwen"]);
+        drop(fleet);
+        drop(tokenizer);
+        assert!(readiness.pending().is_empty());
+        readiness.drain();
+        assert_eq!(readiness.pending(), ["draining"]);
+    }
+
+    #[test]
+    fn next_step_begins_before_previous_ends() {
+        let readiness = Readiness::default();
+        let first = readiness.begin_step("start");
+        let begun = std::sync::Barrier::new(2);
+        let last = std::thread::scope(|scope| {
+            let watching = scope.spawn(|| {
+                begun.wait();
+                while readiness.pending() != ["end"] {
+                    assert!(!readiness.pending().is_empty(), "nothing is pending");
+                }
+            });
+            begun.wait();
+            let steps = (0..20_000).fold(first, |guard, step| guard.then(format!("step {step}")));
+            let last = steps.then("end");
+            watching.join().unwrap();
+            last
+        });
+        drop(last);
+        assert!(readiness.pending().is_empty());
+    }
+
+    #[test]
+    fn backoff_grows_to_its_maximum() {
+        let mut backoff = JitteredBackoff::default();
+        let waits: Vec<u128> = (0..8)
+            .map(|_| backoff.next_delay(1.0).as_millis())
+            .collect();
+        assert_eq!(waits, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
+        assert_eq!(JitteredBackoff::default().next_delay(0.0).as_millis(), 50);
+    }
+
+    #[tokio::test]
+    async fn failing_task_restarts_until_stopped() {
+        let metrics = Metrics::new();
+        let stop = CancellationToken::new();
+        let mut tries = 0;
+        let inner = stop.clone();
+        supervise("test", &metrics, stop, || {
+            tries += 1;
+            if tries == 3 {
+                inner.cancel();
+            }
+            let panics = tries == 1;
+            async move {
+                assert!(!panics, "a panic is a failure like another");
+                Err(anyhow::anyhow!("no"))
+            }
+        })
+        .await;
+        assert_eq!(tries, 3);
+        let label = TaskLabel {
+            task: "test".to_owned(),
+        };
+        assert!(metrics.process.task_restarts.get_or_create(&label).get() >= 2);
+        assert_eq!(metrics.process.task_up.get_or_create(&label).get(), 0);
+    }
+}

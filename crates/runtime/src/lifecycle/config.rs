@@ -1,0 +1,80 @@
+//! Configuration of startup, shutdown and reload.
+
+use serde::{Deserialize, Serialize};
+
+use warmroute_settings::{Period, Problem};
+
+/// `readiness:`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ReadinessConfig {
+    /// Minimum number of workers before the process is ready.
+    pub min_workers: u32,
+    /// Time that readiness waits for the event sources to catch up. Afterwards requests are served
+    /// with the current index.
+    pub event_sources_timeout: Period,
+}
+
+impl Default for ReadinessConfig {
+    fn default() -> Self {
+        Self {
+            min_workers: 1,
+            event_sources_timeout: Period::seconds(30),
+        }
+    }
+}
+
+/// `drain:`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DrainConfig {
+    /// Time after the stop signal during which new exchanges are still served, while gRPC health
+    /// reports `draining` and a successor may start; 0s skips it.
+    pub grace_period: Period,
+    /// Time that open exchanges may take after that; 0s aborts them at once.
+    pub timeout: Period,
+}
+
+impl Default for DrainConfig {
+    fn default() -> Self {
+        // Longer than a successor needs to load its tokenizers, and than gateways need to remove an
+        // endpoint.
+        Self {
+            grace_period: Period::seconds(5),
+            timeout: Period::seconds(30),
+        }
+    }
+}
+
+/// `reload:`: automatic reload of the configuration file. SIGHUP reloads it in any case.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ReloadConfig {
+    /// True if to reload the file when it changes.
+    pub watch: bool,
+    /// Poll interval, in case a file notification is lost.
+    pub poll_interval: Period,
+    /// Time without changes before the file is read, so that a write in several parts is read once.
+    pub debounce: Period,
+}
+
+impl Default for ReloadConfig {
+    fn default() -> Self {
+        Self {
+            watch: true,
+            poll_interval: Period::seconds(5),
+            debounce: Period::millis(100),
+        }
+    }
+}
+
+impl ReloadConfig {
+    /// Returns semantic errors.
+    pub fn problems(&self) -> Vec<Problem> {
+        let zero = self.poll_interval.get().is_zero();
+        let text = "polling every 0s would never rest; the default is 5s";
+        zero.then(|| Problem::of("poll_interval", text))
+            .into_iter()
+            .collect()
+    }
+}

@@ -1,0 +1,117 @@
+//! File change notification.
+//!
+//! Watches the parent folders of the files, which covers a rename into place, a write in place and
+//! the symbolic link swap of Kubernetes. A slow poll covers file systems without notifications.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use notify::event::{AccessKind, AccessMode};
+use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+/// Maximum number of debounce periods before the files are read although notifications continue.
+const MAX_DEBOUNCE_ROUNDS: u32 = 10;
+
+/// Poll and debounce intervals.
+#[derive(Clone, Copy, Debug)]
+pub struct FileWatchTiming {
+    /// Maximum time between reads, in case a notification is lost.
+    pub poll: Duration,
+    /// Time without notifications before a read: several files change one after the other.
+    pub debounce: Duration,
+}
+
+/// Watcher of files. No change after its creation is missed.
+pub struct FileWatcher {
+    notify: Arc<Notify>,
+    /// `None` if the system cannot watch; then only polling remains.
+    _watcher: Option<RecommendedWatcher>,
+}
+
+impl FileWatcher {
+    /// Watches the folders of the files.
+    pub fn new(files: &[PathBuf]) -> Self {
+        let change = Arc::new(Notify::new());
+        Self {
+            _watcher: watch_folders(files, change.clone()),
+            notify: change,
+        }
+    }
+
+    /// Waits until the files may have changed: a notification followed by a debounce period without
+    /// another one, or the end of the poll interval.
+    pub async fn changed(&self, timing: FileWatchTiming) {
+        if timeout(timing.poll, self.notify.notified()).await.is_err() {
+            return;
+        }
+        for _ in 0..MAX_DEBOUNCE_ROUNDS {
+            if timeout(timing.debounce, self.notify.notified())
+                .await
+                .is_err()
+            {
+                return;
+            }
+        }
+    }
+}
+
+fn watch_folders(files: &[PathBuf], change: Arc<Notify>) -> Option<RecommendedWatcher> {
+    let on_event = move |event: notify::Result<Event>| {
+        if event.as_ref().map_or(true, is_change) {
+            change.notify_one();
+        }
+    };
+    let mut watcher = notify::recommended_watcher(on_event)
+        .inspect_err(|error| {
+            tracing::warn!(%error, "file watcher unavailable; files are only polled");
+        })
+        .ok()?;
+    let folders: BTreeSet<&Path> = files.iter().map(|file| folder_of(file)).collect();
+    for folder in folders {
+        if let Err(error) = watcher.watch(folder, RecursiveMode::NonRecursive) {
+            tracing::warn!(folder = %folder.display(), %error, "folder cannot be watched; its files are only polled");
+        }
+    }
+    Some(watcher)
+}
+
+fn folder_of(file: &Path) -> &Path {
+    let folder = file
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
+}
+
+/// Ignores reads, because the reload itself opens the files.
+fn is_change(event: &Event) -> bool {
+    match event.kind {
+        EventKind::Access(kind) => kind == AccessKind::Close(AccessMode::Write),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_writes_count_as_changes() {
+        let event = |kind| Event::new(kind);
+        assert!(!is_change(&event(EventKind::Access(AccessKind::Open(
+            AccessMode::Any
+        )))));
+        assert!(!is_change(&event(EventKind::Access(AccessKind::Close(
+            AccessMode::Read
+        )))));
+        assert!(is_change(&event(EventKind::Access(AccessKind::Close(
+            AccessMode::Write
+        )))));
+        assert!(is_change(&event(EventKind::Create(
+            notify::event::CreateKind::File
+        ))));
+    }
+}

@@ -1,0 +1,30 @@
+//! TLS for the listeners of warmroute, connection limits, and HTTP clients for outgoing
+//! connections.
+//!
+//! Certificates are reloaded when their files change, because issuers replace them every few weeks.
+//! New connections use the new certificate; established connections are not affected. Each
+//! handshake runs in its own task and has a deadline, so a silent client delays no other client.
+
+mod certificate;
+mod client;
+pub mod config;
+mod connection;
+mod connection_table;
+mod exposure;
+mod handshake;
+mod listener;
+mod listener_certificate;
+mod log_limit;
+mod reloadable_files;
+
+pub use certificate::{TlsError, host_name};
+pub use client::{
+    ClientFiles, http_client_builder, http_client_with_ca, http_client_with_system_roots,
+};
+pub use config::TlsConfig;
+pub use connection::AcceptedConnection;
+pub use connection_table::ConnectionLimits;
+pub use exposure::ListenerExposure;
+pub use listener::{LimitedListener, ListenerLimits, ListenerProfile, PeerAddress};
+pub use listener_certificate::{ListenerCertificate, ListenerProtocol};
+pub use reloadable_files::{FileBacked, ReloadableFiles};

@@ -1,0 +1,167 @@
+//! TLS configuration of a listener.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::certificate::{CertificateMaterial, CertificateSource};
+use warmroute_settings::Problem;
+
+/// File names in a certificate directory, as in a Kubernetes TLS secret.
+const CERT_DIR_FILES: (&str, &str) = ("tls.crt", "tls.key");
+
+/// `tls:` of a listener. The certificate comes from `cert` and `key`, from `cert_dir`, or is
+/// self-signed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsConfig {
+    /// Certificate chain, PEM.
+    pub cert: Option<PathBuf>,
+    /// Private key, PEM.
+    pub key: Option<PathBuf>,
+    /// Directory with `tls.crt` and `tls.key`.
+    pub cert_dir: Option<PathBuf>,
+    /// Creates a certificate at startup, for clients that encrypt without verification.
+    pub self_signed: bool,
+    /// CA of client certificates, PEM. If set, clients must present a certificate.
+    pub client_ca: Option<PathBuf>,
+}
+
+impl TlsConfig {
+    /// Returns whether clients must present a certificate.
+    pub fn is_mutual(&self) -> bool {
+        self.client_ca.is_some()
+    }
+
+    /// Resolves relative paths against the folder of the configuration file.
+    pub fn resolve(&mut self, folder: &Path) {
+        let files = [
+            &mut self.cert,
+            &mut self.key,
+            &mut self.cert_dir,
+            &mut self.client_ca,
+        ];
+        for file in files.into_iter().flatten() {
+            *file = folder.join(&*file);
+        }
+    }
+
+    /// Returns semantic errors. Reads the files.
+    pub fn problems(&self) -> Vec<Problem> {
+        let source = match self.source() {
+            Ok(source) => source,
+            Err(problem) => return vec![problem],
+        };
+        match CertificateMaterial::read(&source, self.client_ca.as_deref())
+            .and_then(|material| material.check())
+        {
+            Ok(()) => Vec::new(),
+            Err(error) => {
+                let key = match &error.path {
+                    Some(path) if self.client_ca.as_ref() == Some(path) => "client_ca",
+                    Some(path) if self.key.as_ref() == Some(path) => "key",
+                    _ if self.cert_dir.is_some() => "cert_dir",
+                    _ => "cert",
+                };
+                vec![Problem::of(key, error.to_string())]
+            }
+        }
+    }
+
+    /// Returns the source of the certificate.
+    pub(super) fn source(&self) -> Result<CertificateSource, Problem> {
+        match (&self.cert, &self.key, &self.cert_dir, self.self_signed) {
+            (Some(cert), Some(key), None, false) => Ok(CertificateSource::Files {
+                cert: cert.clone(),
+                key: key.clone(),
+            }),
+            (None, None, Some(folder), false) => Ok(CertificateSource::Files {
+                cert: folder.join(CERT_DIR_FILES.0),
+                key: folder.join(CERT_DIR_FILES.1),
+            }),
+            (None, None, None, true) => Ok(CertificateSource::SelfSigned),
+            (Some(_), None, None, false) => Err(Problem::of(
+                "cert",
+                "there is no key for it; name its file as `key`",
+            )),
+            (None, Some(_), None, false) => Err(Problem::of(
+                "key",
+                "there is no certificate for it; name its file as `cert`",
+            )),
+            (None, None, None, false) => {
+                let text = "no certificate is configured; set `cert` and `key`, `cert_dir`, or `self_signed: true`";
+                Err(Problem::at([], text))
+            }
+            _ => {
+                let text = "the certificate is given in several ways; keep one of `cert` with `key`, `cert_dir` and \
+                            `self_signed`";
+                Err(Problem::at([], text))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exactly_one_certificate_source_is_accepted() {
+        let cert = Some(PathBuf::from("c"));
+        let key = Some(PathBuf::from("k"));
+        let dir = Some(PathBuf::from("d"));
+        let of =
+            |cert: &Option<PathBuf>, key: &Option<PathBuf>, dir: &Option<PathBuf>, own| TlsConfig {
+                cert: cert.clone(),
+                key: key.clone(),
+                cert_dir: dir.clone(),
+                self_signed: own,
+                client_ca: None,
+            };
+        for (config, complaint) in [
+            (of(&cert, &key, &None, false), None),
+            (of(&None, &None, &dir, false), None),
+            (of(&None, &None, &None, true), None),
+            (
+                of(&None, &None, &None, false),
+                Some("no certificate is configured;"),
+            ),
+            (of(&cert, &None, &None, false), Some("there is no key")),
+            (
+                of(&None, &key, &None, false),
+                Some("there is no certificate for it"),
+            ),
+            (of(&cert, &key, &dir, false), Some("several ways")),
+            (of(&cert, &key, &None, true), Some("several ways")),
+            (of(&None, &key, &dir, false), Some("several ways")),
+            (of(&None, &None, &dir, true), Some("several ways")),
+        ] {
+            let found = config.source().err().map(|problem| problem.text);
+            match complaint {
+                None => assert_eq!(found, None, "{config:?}"),
+                Some(expected) => assert!(
+                    found.as_deref().unwrap_or_default().contains(expected),
+                    "{config:?}: {found:?}"
+                ),
+            }
+        }
+    }
+
+    #[test]
+    fn relative_paths_start_at_configuration_folder() {
+        let mut config = TlsConfig {
+            cert: Some("tls/c.pem".into()),
+            key: Some("/k.pem".into()),
+            cert_dir: Some("dir".into()),
+            self_signed: false,
+            client_ca: Some("ca.pem".into()),
+        };
+        config.resolve(Path::new("/etc/w"));
+        let files =
+            [config.cert, config.key, config.cert_dir, config.client_ca].map(Option::unwrap);
+        assert_eq!(
+            files,
+            ["/etc/w/tls/c.pem", "/k.pem", "/etc/w/dir", "/etc/w/ca.pem"].map(PathBuf::from)
+        );
+    }
+}

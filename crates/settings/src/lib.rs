@@ -1,0 +1,157 @@
+//! Reader of settings files in YAML. Every value has its line, so that an error found long after
+//! parsing (two workers with one id, a port that overflows) points at the text to fix. All errors
+//! are collected. The configuration file and the workers file share this module.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod place;
+mod reader;
+mod tree;
+mod units;
+mod urls;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+pub use place::{Place, Problem, Step};
+pub use tree::{Tree, Value};
+pub use units::{Period, Size};
+pub use urls::has_credentials;
+
+/// Error in a settings file, with its position and fix.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub struct ConfigError {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Line, from 1. `None`: the error concerns the whole file.
+    pub line: Option<usize>,
+    /// Column, from 1.
+    pub column: Option<usize>,
+    /// Problem and fix, in one sentence.
+    pub problem: String,
+}
+
+impl ConfigError {
+    /// Creates an error that concerns the whole file.
+    pub fn of_file(path: &Path, problem: impl Into<String>) -> Self {
+        Self {
+            path: path.to_owned(),
+            line: None,
+            column: None,
+            problem: problem.into(),
+        }
+    }
+
+    /// Creates an error at a position in the file.
+    pub fn at(path: &Path, place: Place, problem: impl Into<String>) -> Self {
+        let known = |number: usize| (number > 0).then_some(number);
+        Self {
+            path: path.to_owned(),
+            line: known(place.line),
+            column: known(place.column),
+            problem: problem.into(),
+        }
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:", self.path.display())?;
+        for number in [self.line, self.column].into_iter().flatten() {
+            write!(f, "{number}:")?;
+        }
+        write!(f, " {}", self.problem)
+    }
+}
+
+/// True for the name of an ordinary HTTP header (not a pseudo-header).
+pub fn is_header_name(name: &str) -> bool {
+    !name.is_empty()
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+}
+
+/// Closest match of `word` among `known`, for "did you mean". `None`: no name is similar enough.
+pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    known
+        .into_iter()
+        .map(|name| (similarity(word, name), name))
+        .filter(|(similarity, _)| *similarity > 0.8)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, name)| name)
+}
+
+fn similarity(a: &str, b: &str) -> f64 {
+    // Two swapped letters in a short word are a single typo, but Jaro-Winkler rates them as
+    // dissimilar.
+    let typo = if strsim::osa_distance(a, b) == 1 {
+        0.9
+    } else {
+        0.0
+    };
+    strsim::jaro_winkler(a, b).max(typo)
+}
+
+/// Parsed settings file in which every value has its position.
+pub struct Document {
+    path: PathBuf,
+    tree: Tree,
+}
+
+impl Document {
+    /// Parses the bytes of a file. `path` is used only in errors.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, ConfigError> {
+        let text = std::str::from_utf8(bytes).map_err(|error| {
+            let before = &bytes[..error.valid_up_to()];
+            let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+            ConfigError::at(
+                path,
+                Place { line, column: 0 },
+                "this is not UTF-8 text; save the file as UTF-8",
+            )
+        })?;
+        let tree =
+            tree::parse(text).map_err(|(place, problem)| ConfigError::at(path, place, problem))?;
+        Ok(Self {
+            path: path.to_owned(),
+            tree,
+        })
+    }
+
+    /// Content of the file, with the position of each value.
+    pub fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    /// Deserializes the content. Returns all errors of form in the order of the file.
+    pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
+        reader::read(&self.tree).map_err(|mistakes| {
+            self.in_order(
+                mistakes
+                    .into_iter()
+                    .map(|(place, problem)| ConfigError::at(&self.path, place, problem)),
+            )
+        })
+    }
+
+    /// Adds to each problem the line of its value. The result has the order of the file.
+    pub fn locate(&self, problems: Vec<Problem>) -> Vec<ConfigError> {
+        self.in_order(problems.into_iter().map(|problem| {
+            ConfigError::at(&self.path, self.tree.place_of(&problem.trail), problem.text)
+        }))
+    }
+
+    fn in_order(&self, errors: impl Iterator<Item = ConfigError>) -> Vec<ConfigError> {
+        let mut errors: Vec<_> = errors.collect();
+        errors.sort_by_key(|error| (error.line, error.column));
+        errors
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,471 @@
+//! Deserializer from a tree to typed settings that collects all errors of form. Serde stops at its
+//! first error. This reader records the error, removes the invalid value from the tree and reads
+//! the rest again, until a pass succeeds. A key that is missing only because it was removed is not
+//! reported.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::de::value::StrDeserializer;
+use serde::de::{
+    self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, Unexpected, Visitor,
+};
+use serde::forward_to_deserialize_any;
+
+use super::{Place, Tree, Value, nearest};
+
+/// Maximum number of reported errors. Each one costs a pass over the tree.
+const MAX_ERRORS: usize = 100;
+
+/// Indices of entries and elements from the root.
+type Path = Vec<usize>;
+
+/// Deserializes the tree, or returns every error with its position.
+pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, String)>> {
+    let mut cuts = Cuts::default();
+    let mut errors = Vec::new();
+    loop {
+        let reader = Reader {
+            tree,
+            path: Path::new(),
+            name: String::new(),
+            cuts: &cuts,
+        };
+        let error = match T::deserialize(reader) {
+            Ok(value) if errors.is_empty() => return Ok(value),
+            Ok(_) => return Err(errors),
+            Err(error) => error,
+        };
+        if !cuts.is_consequence(&error) {
+            errors.push((error.place, error.sentence()));
+        }
+        // Each pass removes one more value, so the loop ends. The root cannot be removed.
+        if error.path.is_empty() || errors.len() == MAX_ERRORS || !cuts.add(&error, tree) {
+            return Err(errors);
+        }
+    }
+}
+
+/// Values that were removed so far.
+#[derive(Default)]
+struct Cuts {
+    values: HashSet<Path>,
+    /// Keys that a map lacks because of a removal, or because the author probably misspelt them.
+    lost: HashSet<(Path, String)>,
+}
+
+impl Cuts {
+    fn is_consequence(&self, error: &SettingsError) -> bool {
+        match &error.kind {
+            Kind::Missing(key) => self.lost.contains(&(error.path.clone(), (*key).to_owned())),
+            _ => false,
+        }
+    }
+
+    fn add(&mut self, error: &SettingsError, tree: &Tree) -> bool {
+        if let Some((position, outer)) = error.path.split_last()
+            && let Value::Map(entries) = &within(tree, outer).value
+        {
+            self.lost
+                .insert((outer.to_vec(), entries[*position].0.name.clone()));
+        }
+        if let (
+            Kind::Unknown {
+                meant: Some(meant), ..
+            },
+            Some((_, outer)),
+        ) = (&error.kind, error.path.split_last())
+        {
+            self.lost.insert((outer.to_vec(), (*meant).to_owned()));
+        }
+        self.values.insert(error.path.clone())
+    }
+}
+
+fn within<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
+    path.iter().fold(tree, |here, &position| match &here.value {
+        Value::Map(entries) => &entries[position].1,
+        Value::List(items) => &items[position],
+        _ => here,
+    })
+}
+
+/// Error of form. The innermost reader that it passes adds its position.
+#[derive(Debug)]
+struct SettingsError {
+    kind: Kind,
+    located: bool,
+    place: Place,
+    path: Path,
+    name: Box<str>,
+}
+
+#[derive(Debug)]
+enum Kind {
+    /// A required key is missing.
+    Missing(&'static str),
+    /// Unknown key.
+    Unknown {
+        key: Box<str>,
+        known: &'static [&'static str],
+        meant: Option<&'static str>,
+    },
+    /// Value of the wrong type. The text continues "`key` ...".
+    Wrong(String),
+    /// Value that its own deserializer rejects, with that error.
+    Refused(String),
+}
+
+impl SettingsError {
+    fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            located: false,
+            place: Place::default(),
+            path: Path::new(),
+            name: Box::default(),
+        }
+    }
+
+    fn sentence(&self) -> String {
+        let name = if self.name.is_empty() {
+            "the file".to_owned()
+        } else {
+            format!("`{}`", self.name)
+        };
+        match &self.kind {
+            Kind::Missing(key) if self.name.is_empty() => {
+                format!("`{key}` is missing; it must be given")
+            }
+            Kind::Missing(key) => format!("`{key}` is missing in {name}; it must be given"),
+            Kind::Unknown {
+                key,
+                meant: Some(meant),
+                ..
+            } => format!("unknown key `{key}`; did you mean `{meant}`?"),
+            Kind::Unknown {
+                key,
+                known,
+                meant: None,
+            } => {
+                format!("unknown key `{key}`; {name} takes {}", known.join(", "))
+            }
+            Kind::Wrong(text) => format!("{name} {text}"),
+            Kind::Refused(text) => format!("{name}: {text}"),
+        }
+    }
+}
+
+impl fmt::Display for SettingsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence())
+    }
+}
+
+impl std::error::Error for SettingsError {}
+
+impl de::Error for SettingsError {
+    fn custom<T: fmt::Display>(text: T) -> Self {
+        Self::new(Kind::Refused(text.to_string()))
+    }
+
+    fn invalid_type(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
+        let expected = describe_expected(&expected.to_string());
+        let quotes = if expected == "text" {
+            "; put it in quotes"
+        } else {
+            ""
+        };
+        Self::new(Kind::Wrong(format!(
+            "must be {expected}, not {}{quotes}",
+            describe_found(found)
+        )))
+    }
+
+    fn invalid_value(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
+        Self::new(Kind::Wrong(format!(
+            "must be {}, not {}",
+            describe_expected(&expected.to_string()),
+            describe_found(found)
+        )))
+    }
+
+    fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
+        let meant = nearest(variant, expected.iter().copied());
+        let hint = meant.map_or(String::new(), |meant| format!("; did you mean `{meant}`?"));
+        Self::new(Kind::Wrong(format!(
+            "must be one of {}, not `{variant}`{hint}",
+            expected.join(", ")
+        )))
+    }
+
+    fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
+        let meant = nearest(key, expected.iter().copied());
+        Self::new(Kind::Unknown {
+            key: key.into(),
+            known: expected,
+            meant,
+        })
+    }
+
+    fn missing_field(key: &'static str) -> Self {
+        Self::new(Kind::Missing(key))
+    }
+}
+
+/// Translates Serde's name of an expected type for the author of a settings file.
+fn describe_expected(expected: &str) -> String {
+    match expected {
+        "u8" => format!("a whole number from 0 to {}", u8::MAX),
+        "u16" => format!("a whole number from 0 to {}", u16::MAX),
+        "u32" => format!("a whole number from 0 to {}", u32::MAX),
+        "u64" | "usize" => format!("a whole number from 0 to {}", u64::MAX),
+        "a string" | "path string" | "socket address" => "text".to_owned(),
+        "f64" | "f32" => "a number".to_owned(),
+        "a boolean" => "true or false".to_owned(),
+        "a sequence" => "a list".to_owned(),
+        nonzero if nonzero.starts_with("a nonzero ") => "a whole number from 1".to_owned(),
+        composite if composite.starts_with("struct ") => "a map of keys".to_owned(),
+        other => other.to_owned(),
+    }
+}
+
+fn describe_found(found: Unexpected<'_>) -> String {
+    match found {
+        Unexpected::Bool(value) => format!("{value}"),
+        Unexpected::Unsigned(value) => format!("{value}"),
+        Unexpected::Signed(value) => format!("{value}"),
+        Unexpected::Float(value) => format!("{value}"),
+        Unexpected::Str(value) => format!("`{value}`"),
+        Unexpected::Unit | Unexpected::Option => "empty".to_owned(),
+        Unexpected::Seq => "a list".to_owned(),
+        Unexpected::Map => "a map of keys".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// Reader of one value, with its path.
+struct Reader<'a> {
+    tree: &'a Tree,
+    path: Path,
+    name: String,
+    cuts: &'a Cuts,
+}
+
+impl<'a> Reader<'a> {
+    fn inner(&self, position: usize, tree: &'a Tree, name: String) -> Self {
+        let mut path = self.path.clone();
+        path.push(position);
+        Self {
+            tree,
+            path,
+            name,
+            cuts: self.cuts,
+        }
+    }
+
+    fn is_cut(&self, position: usize) -> bool {
+        !self.cuts.values.is_empty()
+            && self
+                .cuts
+                .values
+                .contains(&[&self.path[..], &[position]].concat())
+    }
+
+    /// Adds the position of this value to an error, unless an inner value has added its own.
+    fn locate(&self, mut error: SettingsError) -> SettingsError {
+        if !error.located {
+            error.located = true;
+            error.place = self.tree.place;
+            error.path.clone_from(&self.path);
+            error.name = self.name.as_str().into();
+            if let (Kind::Refused(text), Value::Text(given)) = (&mut error.kind, &self.tree.value)
+                && text == "invalid socket address syntax"
+            {
+                *text = format!(
+                    "`{given}` is not an ip:port; write for example 10.0.0.5:8000, or \"[fd00::5]:8000\" in quotes"
+                );
+            }
+        }
+        error
+    }
+
+    fn unexpected(&self) -> Unexpected<'a> {
+        match &self.tree.value {
+            Value::Null => Unexpected::Unit,
+            Value::Bool(value) => Unexpected::Bool(*value),
+            Value::Unsigned(value) => Unexpected::Unsigned(*value),
+            Value::Signed(value) => Unexpected::Signed(*value),
+            Value::Float(value) => Unexpected::Float(*value),
+            Value::Text(value) => Unexpected::Str(value),
+            Value::List(_) => Unexpected::Seq,
+            Value::Map(_) => Unexpected::Map,
+        }
+    }
+
+    fn visit_any<'de, V: Visitor<'de>>(&self, visitor: V) -> Result<V::Value, SettingsError> {
+        match &self.tree.value {
+            Value::Null => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Unsigned(value) => visitor.visit_u64(*value),
+            Value::Signed(value) => visitor.visit_i64(*value),
+            Value::Float(value) => visitor.visit_f64(*value),
+            Value::Text(value) => visitor.visit_str(value),
+            Value::List(items) => visitor.visit_seq(Items {
+                of: self,
+                items,
+                next: 0,
+            }),
+            Value::Map(entries) => visitor.visit_map(Entries {
+                of: self,
+                entries,
+                next: 0,
+                value: None,
+            }),
+        }
+    }
+
+    /// Fails at the first key that is not among `fields`.
+    fn unknown_key(&self, fields: &'static [&'static str]) -> Result<(), SettingsError> {
+        let Value::Map(entries) = &self.tree.value else {
+            return Ok(());
+        };
+        for (position, (key, tree)) in entries.iter().enumerate() {
+            if !fields.contains(&key.name.as_str()) && !self.is_cut(position) {
+                let mut error = self
+                    .inner(position, tree, self.name.clone())
+                    .locate(de::Error::unknown_field(&key.name, fields));
+                error.place = key.place;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'de> Deserializer<'de> for Reader<'_> {
+    type Error = SettingsError;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
+        self.visit_any(visitor).map_err(|error| self.locate(error))
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
+        match self.tree.value {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> Result<V::Value, SettingsError> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, SettingsError> {
+        self.unknown_key(fields)?;
+        let result = match &self.tree.value {
+            // A section with only comments has the default values.
+            Value::Null => visitor.visit_map(Entries {
+                of: &self,
+                entries: &[],
+                next: 0,
+                value: None,
+            }),
+            Value::Map(_) => self.visit_any(visitor),
+            _ => Err(de::Error::invalid_type(self.unexpected(), &visitor)),
+        };
+        result.map_err(|error| self.locate(error))
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, SettingsError> {
+        let result = match &self.tree.value {
+            Value::Text(name) => visitor.visit_enum(
+                IntoDeserializer::<SettingsError>::into_deserializer(name.as_str()),
+            ),
+            _ => Err(de::Error::invalid_type(self.unexpected(), &"a name")),
+        };
+        result.map_err(|error| self.locate(error))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map identifier ignored_any
+    }
+}
+
+struct Items<'r, 'a> {
+    of: &'r Reader<'a>,
+    items: &'a [Tree],
+    next: usize,
+}
+
+impl<'de> de::SeqAccess<'de> for Items<'_, '_> {
+    type Error = SettingsError;
+
+    fn next_element_seed<S: DeserializeSeed<'de>>(
+        &mut self,
+        seed: S,
+    ) -> Result<Option<S::Value>, SettingsError> {
+        while let Some(tree) = self.items.get(self.next) {
+            let position = self.next;
+            self.next += 1;
+            if !self.of.is_cut(position) {
+                let name = format!("{}[{position}]", self.of.name);
+                return seed
+                    .deserialize(self.of.inner(position, tree, name))
+                    .map(Some);
+            }
+        }
+        Ok(None)
+    }
+}
+
+struct Entries<'r, 'a> {
+    of: &'r Reader<'a>,
+    entries: &'a [(super::tree::Key, Tree)],
+    next: usize,
+    value: Option<Reader<'a>>,
+}
+
+impl<'de> de::MapAccess<'de> for Entries<'_, '_> {
+    type Error = SettingsError;
+
+    fn next_key_seed<S: DeserializeSeed<'de>>(
+        &mut self,
+        seed: S,
+    ) -> Result<Option<S::Value>, SettingsError> {
+        while let Some((key, tree)) = self.entries.get(self.next) {
+            let position = self.next;
+            self.next += 1;
+            if !self.of.is_cut(position) {
+                self.value = Some(self.of.inner(position, tree, key.name.clone()));
+                return seed.deserialize(StrDeserializer::new(&key.name)).map(Some);
+            }
+        }
+        Ok(None)
+    }
+
+    fn next_value_seed<S: DeserializeSeed<'de>>(
+        &mut self,
+        seed: S,
+    ) -> Result<S::Value, SettingsError> {
+        match self.value.take() {
+            Some(value) => seed.deserialize(value),
+            None => Err(de::Error::custom("a value was read before its key")),
+        }
+    }
+}

@@ -1,0 +1,210 @@
+use std::path::Path;
+
+use proptest::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::*;
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Shop {
+    name: String,
+    #[serde(default)]
+    seats: Option<std::num::NonZeroU32>,
+    #[serde(default)]
+    open: bool,
+    #[serde(default)]
+    rest: Rest,
+    #[serde(default)]
+    shelves: Vec<Shelf>,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Rest {
+    pause: Period,
+    room: Size,
+}
+
+impl Default for Rest {
+    fn default() -> Self {
+        Self {
+            pause: Period::seconds(1),
+            room: Size::kib(1),
+        }
+    }
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Shelf {
+    id: u64,
+    colour: Colour,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Colour {
+    Red,
+    Green,
+}
+
+fn read(text: &str) -> Result<Shop, Vec<String>> {
+    let document = Document::parse(Path::new("s"), text.as_bytes())
+        .map_err(|error| vec![error.to_string()])?;
+    document
+        .read()
+        .map_err(|errors| errors.iter().map(ToString::to_string).collect())
+}
+
+#[test]
+fn valid_text_is_read_completely() {
+    let shop =
+        read("name: a\nopen: true\nrest:\nshelves: [{id: 18446744073709551615, colour: red}]\n")
+            .unwrap();
+    assert_eq!(
+        shop.shelves,
+        [Shelf {
+            id: u64::MAX,
+            colour: Colour::Red
+        }]
+    );
+    assert_eq!(
+        shop.rest,
+        Rest::default(),
+        "an empty section has the default values"
+    );
+}
+
+#[test]
+fn every_error_of_form_has_a_position() {
+    let text = "\
+name: 7
+seats: 0
+opne: true
+rest: {pause: 5, room: 3 elephants, colour: red}
+shelves:
+  - {id: 1, color: red}
+  - {id: -1, colour: gren}
+  - {id: 2}
+  - 5
+";
+    let expected = [
+        "s:1:7: `name` must be text, not 7; put it in quotes",
+        "s:2:8: `seats` must be a whole number from 1, not 0",
+        "s:3:1: unknown key `opne`; did you mean `open`?",
+        "s:4:15: `pause` must be a length of time with its unit, for example 250ms or 30s, not 5",
+        "s:4:24: `room`: `3 elephants` is not a size; write for example 16KiB, 32MiB or a plain number of bytes",
+        "s:4:37: unknown key `colour`; `rest` takes pause, room",
+        "s:6:13: unknown key `color`; did you mean `colour`?",
+        "s:7:10: `id` must be a whole number from 0 to 18446744073709551615, not -1",
+        "s:7:22: `colour` must be one of red, green, not `gren`; did you mean `green`?",
+        "s:8:5: `colour` is missing in `shelves[2]`; it must be given",
+        "s:9:5: `shelves[3]` must be a map of keys, not 5",
+    ];
+    assert_eq!(read(text).unwrap_err(), expected);
+}
+
+#[test]
+fn invalid_yaml_has_a_position() {
+    for (text, start) in [
+        ("name: [a\n", "s:"),
+        ("name: a\n  b: c\n", "s:2:"),
+        ("name: a\nname: b\n", "s:2:1: this is not valid YAML: "),
+        ("a: *nobody\n", "s:1:"),
+        ("name: a\n---\nname: b\n", "s:3:"),
+    ] {
+        let errors = read(text).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].starts_with(start),
+            "{text:?}: {errors:?}"
+        );
+        assert!(!errors[0].contains('\n'), "one line each: {errors:?}");
+    }
+    let error = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n")
+        .map(drop)
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "s:2: this is not UTF-8 text; save the file as UTF-8"
+    );
+}
+
+#[test]
+fn hostile_text_is_rejected_quickly() {
+    let nested = |depth| "[".repeat(depth) + &"]".repeat(depth);
+    for text in [
+        nested(65),
+        nested(1_900),
+        nested(100_000),
+        format!("name: {}", nested(10_000)),
+    ] {
+        assert_eq!(read(&text).unwrap_err().len(), 1);
+    }
+    let wrong: String = (0..5_000).map(|n| format!("key{n}: {n}\n")).collect();
+    assert_eq!(read(&wrong).unwrap_err().len(), 100);
+}
+
+#[test]
+fn problem_has_the_line_of_the_nearest_value() {
+    let document = Document::parse(
+        Path::new("s"),
+        b"name: a\nshelves:\n  - id: 1\n    colour: red\n",
+    )
+    .unwrap();
+    let trail = |steps: &[Step]| document.tree().place_of(steps).line;
+    assert_eq!(trail(&["name".into()]), 1);
+    assert_eq!(trail(&["shelves".into(), 0.into(), "colour".into()]), 4);
+    assert_eq!(trail(&["shelves".into(), 0.into(), "size".into()]), 3);
+    assert_eq!(trail(&["shelves".into(), 9.into()]), 3);
+    let problems = vec![Problem::of("shelves", "late"), Problem::of("name", "early")];
+    let located: Vec<_> = document
+        .locate(problems)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(located, ["s:1:7: early", "s:3:3: late"]);
+}
+
+#[test]
+fn durations_and_sizes_print_as_parsed() {
+    for text in ["250ms", "30s", "5m", "2h", "0s", "90s", "1500us"] {
+        assert_eq!(text.parse::<Period>().unwrap().to_string(), text);
+    }
+    for text in ["32MiB", "16KiB", "1GiB", "5MB", "123B", "0B"] {
+        assert_eq!(text.parse::<Size>().unwrap().to_string(), text);
+    }
+    assert_eq!("1048576".parse::<Size>().unwrap(), Size::mib(1));
+    assert!("30".parse::<Period>().is_err() && "".parse::<Period>().is_err());
+    assert!("".parse::<Size>().is_err() && "-1".parse::<Size>().is_err());
+}
+
+#[test]
+fn only_similar_words_are_suggested() {
+    assert_eq!(nearest("endpont", ["endpoint", "model"]), Some("endpoint"));
+    assert_eq!(nearest("tpc", ["unix", "tcp"]), Some("tcp"));
+    assert_eq!(nearest("colour", ["endpoint", "model"]), None);
+}
+
+proptest! {
+    #[test]
+    fn parser_accepts_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        if let Ok(document) = Document::parse(Path::new("s"), &bytes) {
+            let _ = document.read::<Shop>();
+        }
+    }
+
+    #[test]
+    fn parser_accepts_damaged_yaml(text in "[a-e:\\-\\[\\]{}&*!|>'\"%@#, \n?~0-9.]{0,80}") {
+        if let Ok(document) = Document::parse(Path::new("s"), text.as_bytes()) {
+            let _ = document.read::<Shop>();
+        }
+    }
+
+    #[test]
+    fn units_round_trip(nanos in any::<u64>(), bytes in any::<u64>()) {
+        let period = Period(std::time::Duration::from_nanos(nanos));
+        prop_assert_eq!(period.to_string().parse::<Period>().unwrap(), period);
+        prop_assert_eq!(Size(bytes).to_string().parse::<Size>().unwrap(), Size(bytes));
+    }
+}

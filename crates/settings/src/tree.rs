@@ -1,0 +1,199 @@
+//! YAML document as a tree. Every value and every key has its position.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde_saphyr::Spanned;
+
+use super::{Place, Step};
+
+/// Value and its position.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tree {
+    /// The value.
+    pub value: Value,
+    /// Position of its start.
+    pub place: Place,
+}
+
+/// YAML value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// Empty, `~` or `null`.
+    Null,
+    /// `true` or `false`.
+    Bool(bool),
+    /// Non-negative integer.
+    Unsigned(u64),
+    /// Negative integer.
+    Signed(i64),
+    /// Other number.
+    Float(f64),
+    /// Text.
+    Text(String),
+    /// List.
+    List(Vec<Tree>),
+    /// Map, in the order of the file.
+    Map(Vec<(Key, Tree)>),
+}
+
+/// Key and its position.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Key {
+    /// The key.
+    pub name: String,
+    /// Position of its start.
+    pub place: Place,
+}
+
+impl Tree {
+    /// Position of the value at the end of a path, or of the last value on the path that exists.
+    pub(super) fn place_of(&self, trail: &[Step]) -> Place {
+        let mut node = self;
+        for step in trail {
+            let next = match (&node.value, step) {
+                (Value::Map(entries), Step::Key(key)) => entries
+                    .iter()
+                    .find(|(name, _)| name.name == *key)
+                    .map(|(_, value)| value),
+                (Value::List(items), Step::At(at)) => items.get(*at),
+                _ => None,
+            };
+            match next {
+                Some(next) => node = next,
+                None => break,
+            }
+        }
+        node.place
+    }
+}
+
+/// Parses one document. An error has its position.
+pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
+    // Non-finite numbers pass, so that the check of the setting rejects them with its own message.
+    let options = serde_saphyr::options! {
+        with_snippet: false,
+        strict_booleans: true,
+        // Settings are shallow. The limit protects the stack from a hostile file.
+        budget: serde_saphyr::budget! { max_depth: 64 },
+        non_finite_float_policy: serde_saphyr::NonFiniteFloatPolicy::PassThrough,
+    };
+    serde_saphyr::from_str_with_options(text, options).map_err(|error| {
+        let place = error.location().map(place).unwrap_or_default();
+        let formatter = serde_saphyr::UserMessageFormatter;
+        let message = error.without_snippet().render_with_formatter(&formatter);
+        (
+            place,
+            format!("this is not valid YAML: {}", without_place(&message)),
+        )
+    })
+}
+
+/// Removes the position from a message of the parser. The error has it already.
+fn without_place(message: &str) -> &str {
+    let message = message.lines().next().unwrap_or_default();
+    let message = message
+        .find(" at line ")
+        .map_or(message, |end| &message[..end]);
+    message
+        .split_once(": ")
+        .filter(|(head, _)| head.starts_with("line "))
+        .map_or(message, |(_, tail)| tail)
+}
+
+fn place(location: serde_saphyr::Location) -> Place {
+    let number = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+    Place {
+        line: number(location.line()),
+        column: number(location.column()),
+    }
+}
+
+impl<'de> Deserialize<'de> for Tree {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let spanned = Spanned::<Value>::deserialize(deserializer)?;
+        Ok(Self {
+            value: spanned.value,
+            place: place(spanned.referenced),
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Value {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ValueVisitor)
+    }
+}
+
+struct ValueVisitor;
+
+impl<'de> Visitor<'de> for ValueVisitor {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a YAML value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_none<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(Value::Bool(value))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(Value::Unsigned(value))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(u64::try_from(value).map_or(Value::Signed(value), Value::Unsigned))
+    }
+
+    fn visit_i128<E: serde::de::Error>(self, value: i128) -> Result<Value, E> {
+        Err(E::custom(format!(
+            "the number {value} does not fit 64 bits"
+        )))
+    }
+
+    fn visit_u128<E: serde::de::Error>(self, value: u128) -> Result<Value, E> {
+        Err(E::custom(format!(
+            "the number {value} does not fit 64 bits"
+        )))
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(Value::Float(value))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(Value::Text(value.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            list.push(item);
+        }
+        Ok(Value::List(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
+        let mut map: Vec<(Key, Tree)> = Vec::new();
+        while let Some(key) = entries.next_key::<Spanned<String>>()? {
+            let key = Key {
+                name: key.value,
+                place: place(key.referenced),
+            };
+            if map.iter().any(|(known, _)| known.name == key.name) {
+                return Err(A::Error::custom(format!("`{}` is given twice", key.name)));
+            }
+            map.push((key, entries.next_value()?));
+        }
+        Ok(Value::Map(map))
+    }
+}

@@ -1,0 +1,168 @@
+//! Durations and sizes with units: `250ms`, `32MiB`. They are printed as they are parsed, so a
+//! resolved configuration can be loaded again.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// Duration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Period(pub Duration);
+
+impl Period {
+    /// Creates a duration from milliseconds.
+    pub const fn millis(millis: u64) -> Self {
+        Self(Duration::from_millis(millis))
+    }
+
+    /// Creates a duration from seconds.
+    pub const fn seconds(seconds: u64) -> Self {
+        Self(Duration::from_secs(seconds))
+    }
+
+    /// Returns the duration.
+    pub fn get(self) -> Duration {
+        self.0
+    }
+}
+
+impl FromStr for Period {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        humantime::parse_duration(text).map(Self).map_err(|error| {
+            format!(
+                "`{text}` is not a length of time ({error}); write for example 250ms, 30s or 5m"
+            )
+        })
+    }
+}
+
+impl fmt::Display for Period {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(u128, &str); 6] = [
+            (3_600_000_000_000, "h"),
+            (60_000_000_000, "m"),
+            (1_000_000_000, "s"),
+            (1_000_000, "ms"),
+            (1_000, "us"),
+            (1, "ns"),
+        ];
+        let nanos = self.0.as_nanos();
+        if nanos == 0 {
+            return f.write_str("0s");
+        }
+        let (unit, name) = UNITS
+            .into_iter()
+            .find(|(unit, _)| nanos.is_multiple_of(*unit))
+            .unwrap_or((1, "ns"));
+        write!(f, "{}{name}", nanos / unit)
+    }
+}
+
+/// Size in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Size(pub u64);
+
+impl Size {
+    /// Creates a size from KiB.
+    pub const fn kib(kib: u64) -> Self {
+        Self(kib * 1024)
+    }
+
+    /// Creates a size from MiB.
+    pub const fn mib(mib: u64) -> Self {
+        Self(mib * 1024 * 1024)
+    }
+
+    /// Size as `usize`, saturated.
+    pub fn bytes(self) -> usize {
+        usize::try_from(self.0).unwrap_or(usize::MAX)
+    }
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse::<bytesize::ByteSize>()
+            .map(|size| Self(size.as_u64()))
+            .map_err(|_| format!("`{text}` is not a size; write for example 16KiB, 32MiB or a plain number of bytes"))
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(u64, &str); 6] = [
+            (1 << 30, "GiB"),
+            (1 << 20, "MiB"),
+            (1 << 10, "KiB"),
+            (1_000_000_000, "GB"),
+            (1_000_000, "MB"),
+            (1_000, "KB"),
+        ];
+        match UNITS
+            .into_iter()
+            .find(|(unit, _)| self.0 >= *unit && self.0.is_multiple_of(*unit))
+        {
+            Some((unit, name)) => write!(f, "{}{name}", self.0 / unit),
+            None => write!(f, "{}B", self.0),
+        }
+    }
+}
+
+impl Serialize for Period {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl Serialize for Size {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Period {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Text;
+
+        impl de::Visitor<'_> for Text {
+            type Value = Period;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a length of time with its unit, for example 250ms or 30s")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Period, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_str(Text)
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextOrBytes;
+
+        impl de::Visitor<'_> for TextOrBytes {
+            type Value = Size;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a size, for example 16KiB or 32MiB")
+            }
+
+            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<Size, E> {
+                Ok(Size(bytes))
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Size, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_any(TextOrBytes)
+    }
+}

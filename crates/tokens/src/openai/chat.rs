@@ -1,0 +1,305 @@
+//! Request body of `/v1/chat/completions`: the conversation and all variables of the chat template.
+//! Values that only a template reads (tools, documents, arguments) stay JSON with their key order,
+//! since the order reaches the tokens.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::content_part::{ContentPart, MediaItem};
+use super::json::{self, JsonObject, JsonValue};
+use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide, lax};
+
+/// A conversation and the options that its rendering depends on.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChatPrompt {
+    /// Messages, oldest first.
+    pub messages: Vec<ChatMessage>,
+    /// Tools offered to the model, unchanged.
+    pub tools: Option<Vec<JsonValue>>,
+    /// Documents for retrieval templates, unchanged.
+    pub documents: Option<Vec<JsonValue>>,
+    /// True if the prompt ends with the beginning of an assistant message.
+    pub add_generation_prompt: bool,
+    /// True if the output continues the last message.
+    pub continue_final_message: bool,
+    /// Chat template of the client. Engines reject it unless they are configured to trust clients.
+    pub chat_template: Option<String>,
+    /// Additional template variables.
+    pub chat_template_kwargs: JsonObject,
+    /// Requested reasoning effort.
+    pub reasoning_effort: Option<String>,
+    /// True if the request has options for decoding or resizing its media.
+    pub has_media_options: bool,
+    /// Tools that the model may or must call, unchanged.
+    pub tool_choice: Option<JsonValue>,
+    /// True if the conversation was converted from a request of another API.
+    pub is_converted: bool,
+    /// True if the client disables reasoning through an API where engines must probe the template
+    /// for the switch.
+    pub is_thinking_disabled: bool,
+    /// True if the request also has `input_ids`, which some engines use instead of the messages.
+    pub has_input_ids: bool,
+    /// True if another engine forwards prompt token ids that replace the messages.
+    pub has_forwarded_tokens: bool,
+    /// True if system messages may follow other messages, as in `/v1/messages`. vLLM merges them
+    /// for some templates.
+    pub allows_inline_system_messages: bool,
+    /// True if the end of the last message, or later messages, may be missing.
+    pub is_partial: bool,
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+pub struct ChatMessage {
+    /// Role of the author.
+    pub role: String,
+    /// Content; absent in messages that only call tools.
+    #[serde(default)]
+    pub content: Option<MessageContent>,
+    /// Name of the author.
+    #[serde(default)]
+    pub name: Option<JsonValue>,
+    /// Task instruction that some templates read.
+    #[serde(default)]
+    pub task: Option<JsonValue>,
+    /// Tool calls of the assistant, unchanged.
+    #[serde(default)]
+    pub tool_calls: Option<Vec<JsonValue>>,
+    /// True if the engine builds the tool calls itself, which changes the order of their keys.
+    #[serde(skip)]
+    pub has_converted_calls: bool,
+    /// Id of the tool call that this message answers.
+    #[serde(default)]
+    pub tool_call_id: Option<String>,
+    /// Reasoning of the assistant.
+    #[serde(default)]
+    pub reasoning: Option<String>,
+    /// Older name of `reasoning`.
+    #[serde(default)]
+    pub reasoning_content: Option<String>,
+    /// Tools defined by a developer message.
+    #[serde(default)]
+    pub tools: Option<JsonValue>,
+}
+
+/// Content of a message.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MessageContent {
+    /// Plain text.
+    Text(String),
+    /// A list of parts.
+    Parts(Vec<ContentPart>),
+}
+
+// Implemented by hand, because the derived code for an untagged enum copies each text once more.
+impl<'de> Deserialize<'de> for MessageContent {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(MessageContentVisitor)
+    }
+}
+
+struct MessageContentVisitor;
+
+impl<'de> Visitor<'de> for MessageContentVisitor {
+    type Value = MessageContent;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text or a list of parts")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<MessageContent, E> {
+        Ok(MessageContent::Text(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<MessageContent, E> {
+        Ok(MessageContent::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, parts: A) -> Result<MessageContent, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(parts)).map(MessageContent::Parts)
+    }
+}
+
+impl ChatPrompt {
+    /// Returns true if a part is not text.
+    pub fn has_media(&self) -> bool {
+        self.parts().any(ContentPart::is_media)
+    }
+
+    /// Returns the bytes of text that reach the prompt: messages with tool calls and reasoning,
+    /// tools and documents.
+    pub fn text_bytes(&self) -> usize {
+        let offered = [&self.tools, &self.documents]
+            .into_iter()
+            .flatten()
+            .flatten();
+        let messages = self
+            .messages
+            .iter()
+            .map(ChatMessage::text_bytes)
+            .sum::<usize>();
+        messages + offered.map(JsonValue::text_bytes).sum::<usize>()
+    }
+
+    /// Returns the media items in order.
+    pub fn media_items(&self) -> impl Iterator<Item = &MediaItem> {
+        self.parts().filter_map(ContentPart::media)
+    }
+
+    fn parts(&self) -> impl Iterator<Item = &ContentPart> {
+        self.messages
+            .iter()
+            .flat_map(|message| match &message.content {
+                Some(MessageContent::Parts(parts)) => &parts[..],
+                _ => &[],
+            })
+    }
+}
+
+impl ChatMessage {
+    /// Creates a message with text content.
+    pub(super) fn with_text(role: &str, text: String) -> Self {
+        Self {
+            role: role.to_owned(),
+            content: Some(MessageContent::Text(text)),
+            ..Self::default()
+        }
+    }
+
+    fn text_bytes(&self) -> usize {
+        let reasoning = self
+            .reasoning
+            .as_ref()
+            .or(self.reasoning_content.as_ref())
+            .map_or(0, String::len);
+        let calls = self
+            .tool_calls
+            .iter()
+            .flatten()
+            .map(JsonValue::text_bytes)
+            .sum::<usize>();
+        self.content.as_ref().map_or(0, MessageContent::text_bytes) + reasoning + calls
+    }
+}
+
+impl MessageContent {
+    /// Returns the bytes of its text.
+    pub(super) fn text_bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Parts(parts) => parts.iter().map(ContentPart::text_bytes).sum(),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct ChatBody<'a> {
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    stream: Option<bool>,
+    #[serde(default)]
+    cache_salt: Option<String>,
+    #[serde(default, deserialize_with = "lax::integer")]
+    max_tokens: Option<u64>,
+    #[serde(default, deserialize_with = "lax::integer")]
+    max_completion_tokens: Option<u64>,
+    #[serde(default)]
+    messages: Option<Vec<ChatMessage>>,
+    #[serde(default)]
+    tools: Option<Vec<JsonValue>>,
+    #[serde(default)]
+    documents: Option<Vec<JsonValue>>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    add_generation_prompt: Option<bool>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    continue_final_message: Option<bool>,
+    #[serde(default)]
+    chat_template: Option<String>,
+    #[serde(default, deserialize_with = "json::object")]
+    chat_template_kwargs: Option<JsonObject>,
+    #[serde(default)]
+    reasoning_effort: Option<String>,
+    #[serde(default)]
+    tool_choice: Option<JsonValue>,
+    #[serde(default)]
+    input_ids: Option<IgnoredAny>,
+    #[serde(default, deserialize_with = "json::object")]
+    media_io_kwargs: Option<JsonObject>,
+    #[serde(default, deserialize_with = "json::object")]
+    mm_processor_kwargs: Option<JsonObject>,
+    #[serde(default)]
+    kv_transfer_params: Option<ForwardedPrompt>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    add_special_tokens: Option<bool>,
+    #[serde(default, deserialize_with = "lax::integer")]
+    truncate_prompt_tokens: Option<i64>,
+    #[serde(default, borrow)]
+    nvext: Option<&'a RawValue>,
+    #[serde(default)]
+    truncation_side: Option<TruncationSide>,
+}
+
+/// KV transfer parameters that another engine may send with a request.
+#[derive(Deserialize)]
+pub(super) struct ForwardedPrompt {
+    #[serde(default)]
+    prompt_token_ids: Option<IgnoredAny>,
+}
+
+impl ForwardedPrompt {
+    /// Returns true if the parameters contain the prompt's token ids.
+    pub(super) fn has_tokens(&self) -> bool {
+        self.prompt_token_ids.is_some()
+    }
+}
+
+pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
+    let body: ChatBody<'_> = serde_json::from_str(text)?;
+    let messages = body.messages.ok_or(ParseError::Missing("messages"))?;
+    if messages.is_empty() {
+        return Err(ParseError::Empty("messages"));
+    }
+    let options = [&body.media_io_kwargs, &body.mm_processor_kwargs];
+    let chat = ChatPrompt {
+        messages,
+        has_media_options: options
+            .into_iter()
+            .flatten()
+            .any(|options| !options.is_empty()),
+        tools: body.tools,
+        documents: body.documents,
+        add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
+        continue_final_message: body.continue_final_message.unwrap_or(false),
+        chat_template: body.chat_template,
+        chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
+        reasoning_effort: body.reasoning_effort,
+        tool_choice: body.tool_choice,
+        is_converted: false,
+        is_thinking_disabled: false,
+        has_input_ids: body.input_ids.is_some(),
+        has_forwarded_tokens: body
+            .kv_transfer_params
+            .is_some_and(|params| params.has_tokens()),
+        allows_inline_system_messages: false,
+        is_partial: false,
+    };
+    Ok(ApiRequest {
+        model: body.model,
+        stream: body.stream.unwrap_or(false),
+        prompt: PromptInput::Chat(Box::new(chat)),
+        cache_salt: body.cache_salt,
+        max_output_tokens: body.max_completion_tokens.or(body.max_tokens),
+        tokenization: TokenizationOptions {
+            add_special_tokens: body.add_special_tokens,
+            truncate_prompt_tokens: body.truncate_prompt_tokens,
+            truncation_side: body.truncation_side,
+            ..TokenizationOptions::default()
+        },
+        nvext: body.nvext.map(|raw| raw.get().into()),
+    })
+}

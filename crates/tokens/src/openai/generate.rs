@@ -1,0 +1,153 @@
+//! Native generation APIs: SGLang's `/generate` with text or token ids, and vLLM's
+//! `/inference/v1/generate` with token ids.
+//!
+//! SGLang requests name no model, only an adapter. Their texts are assumed to get the tokenizer's
+//! special tokens, as completions do; this was not verified with an engine. Token ids are parsed as
+//! leniently as in vLLM 0.32.
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use super::completion::PromptList;
+use super::lax::{self, LaxInteger};
+use super::untokenized::BYTES_PER_TOKEN;
+use super::{ApiRequest, ParseError, PromptInput, UnknownPrompt, UnknownPromptReason};
+
+#[derive(Deserialize)]
+struct SglangGenerateBody<'a> {
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default)]
+    lora_path: Option<Value>,
+    #[serde(default)]
+    stream: Option<bool>,
+    #[serde(default)]
+    text: Option<PromptList>,
+    #[serde(default)]
+    input_ids: Option<PromptList>,
+    #[serde(default)]
+    input_embeds: Option<IgnoredAny>,
+    #[serde(default)]
+    image_data: Option<IgnoredAny>,
+    #[serde(default)]
+    video_data: Option<IgnoredAny>,
+    #[serde(default)]
+    audio_data: Option<IgnoredAny>,
+    /// Cache key extension, which KV events do not report.
+    #[serde(default)]
+    extra_key: Option<IgnoredAny>,
+    #[serde(default)]
+    session_params: Option<IgnoredAny>,
+    #[serde(default, borrow)]
+    sampling_params: Option<&'a RawValue>,
+    #[serde(default, borrow)]
+    nvext: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct VllmGenerateBody<'a> {
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    stream: Option<bool>,
+    #[serde(default)]
+    token_ids: Option<Vec<LaxInteger<u32>>>,
+    /// Media features that stand for some of the tokens.
+    #[serde(default)]
+    features: Option<IgnoredAny>,
+    /// Parts that the tokens were made from. Text parts change nothing.
+    #[serde(default)]
+    content_parts: Option<Vec<GenerateContentPart>>,
+    #[serde(default)]
+    cache_salt: Option<String>,
+    #[serde(default, borrow)]
+    sampling_params: Option<&'a RawValue>,
+    #[serde(default, borrow)]
+    nvext: Option<&'a RawValue>,
+}
+
+/// A content part that tokens may stand for.
+#[derive(Deserialize)]
+struct GenerateContentPart {
+    #[serde(default, rename = "type")]
+    kind: Option<String>,
+}
+
+/// Sampling parameters of a request.
+#[derive(Deserialize)]
+struct SamplingParams {
+    #[serde(default, alias = "max_new_tokens", deserialize_with = "lax::integer")]
+    max_tokens: Option<u64>,
+}
+
+/// Returns the maximum output length. A list of sampling parameters, one for each prompt, has none.
+fn max_output_tokens(sampling: Option<&RawValue>) -> Option<u64> {
+    serde_json::from_str::<SamplingParams>(sampling?.get())
+        .ok()?
+        .max_tokens
+}
+
+pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
+    let body: SglangGenerateBody<'_> = serde_json::from_str(text)?;
+    let adapter = body
+        .lora_path
+        .and_then(|path| path.as_str().map(str::to_owned));
+    let model = adapter.or(body.model);
+    let media = [&body.image_data, &body.video_data, &body.audio_data]
+        .into_iter()
+        .any(Option::is_some);
+    let prompt = match (body.text, body.input_ids) {
+        _ if body.session_params.is_some() => {
+            return Ok(ApiRequest::stored_in_engine(model, text.len()));
+        }
+        (prompt, _) if media || body.extra_key.is_some() => {
+            let texts = prompt.map_or(0, |PromptList(prompt)| prompt.text_bytes());
+            return Ok(ApiRequest::untokenized(model, texts));
+        }
+        _ if body.input_embeds.is_some() => PromptInput::Embeddings,
+        (Some(PromptList(prompt)), _) => prompt,
+        (None, Some(PromptList(prompt @ (PromptInput::Tokens(_) | PromptInput::OverLimit)))) => {
+            prompt
+        }
+        (None, Some(_)) => return Err(ParseError::Empty("input_ids")),
+        (None, None) => return Err(ParseError::Missing("text")),
+    };
+    if matches!(&prompt, PromptInput::Texts(texts) if texts.is_empty()) {
+        return Err(ParseError::Empty("text"));
+    }
+    Ok(ApiRequest {
+        stream: body.stream.unwrap_or(false),
+        max_output_tokens: max_output_tokens(body.sampling_params),
+        nvext: body.nvext.map(|raw| raw.get().into()),
+        ..ApiRequest::with_prompt(model, prompt)
+    })
+}
+
+pub(super) fn parse_vllm(text: &str) -> Result<ApiRequest, ParseError> {
+    let body: VllmGenerateBody<'_> = serde_json::from_str(text)?;
+    let tokens = body.token_ids.ok_or(ParseError::Missing("token_ids"))?;
+    if tokens.is_empty() {
+        return Err(ParseError::Empty("token_ids"));
+    }
+    let is_text = |part: &GenerateContentPart| part.kind.as_deref() == Some("text");
+    let text_only = body.features.is_none() && body.content_parts.iter().flatten().all(is_text);
+    let prompt = if text_only {
+        PromptInput::Tokens(vec![
+            tokens.into_iter().map(|LaxInteger(token)| token).collect(),
+        ])
+    } else {
+        PromptInput::Unknown(UnknownPrompt {
+            text_bytes: tokens.len() * BYTES_PER_TOKEN,
+            reason: UnknownPromptReason::BuiltByEngine,
+        })
+    };
+    Ok(ApiRequest {
+        stream: body.stream.unwrap_or(false),
+        cache_salt: body.cache_salt,
+        max_output_tokens: max_output_tokens(body.sampling_params),
+        nvext: body.nvext.map(|raw| raw.get().into()),
+        ..ApiRequest::with_prompt(body.model, prompt)
+    })
+}

@@ -1,0 +1,181 @@
+//! Edits fields of a request body and leaves every other byte unchanged. Parsing and rewriting the
+//! body would turn large integers into floats, reorder keys and change unknown fields that engines
+//! read.
+
+use std::ops::Range;
+
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use super::json_scan::{JsonBoundary, JsonScanner, ScanState, raw_text_equals, skip_space};
+
+/// Maximum number of repetitions of a key. Real bodies have one; replacing many short values by a
+/// long one would inflate the body.
+const MAX_KEY_REPEATS: usize = 16;
+
+/// One field edit. A repeated key is changed everywhere, because engines differ in which one they
+/// read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FieldEdit<'a> {
+    /// A top-level key.
+    pub key: &'a str,
+    /// New value as JSON.
+    pub json: &'a [u8],
+    /// Action if the key is missing.
+    pub missing_key: MissingKeyAction,
+}
+
+/// Action for a missing key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MissingKeyAction {
+    /// Inserts the key as the first field.
+    Insert,
+    /// Leaves the body unchanged.
+    Skip,
+}
+
+impl<'a> FieldEdit<'a> {
+    /// Sets the field, inserting it if necessary.
+    pub fn set(key: &'a str, json: &'a [u8]) -> Self {
+        Self {
+            key,
+            json,
+            missing_key: MissingKeyAction::Insert,
+        }
+    }
+
+    /// Replaces the field only if it is present.
+    pub fn replace(key: &'a str, json: &'a [u8]) -> Self {
+        Self {
+            key,
+            json,
+            missing_key: MissingKeyAction::Skip,
+        }
+    }
+}
+
+/// Sets the model of a body. Returns `None` if the body is not a complete JSON object.
+pub fn set_model(body: &[u8], model: &str) -> Option<Vec<u8>> {
+    set_field(body, "model", Value::from(model).to_string().as_bytes())
+}
+
+/// Sets a top-level field. Returns `None` under the conditions of [`apply_edits`].
+pub fn set_field(body: &[u8], key: &str, json: &[u8]) -> Option<Vec<u8>> {
+    apply_edits(body, &[FieldEdit::set(key, json)])
+}
+
+/// Applies field edits with distinct keys. Returns `None` if the body is not a complete JSON object
+/// or repeats a key more than [`MAX_KEY_REPEATS`] times.
+pub fn apply_edits(body: &[u8], edits: &[FieldEdit<'_>]) -> Option<Vec<u8>> {
+    let mut spans = Vec::new();
+    let ObjectStart {
+        first_field,
+        is_empty,
+    } = scan_fields(body, |key, value| {
+        let edit = edits.iter().position(|edit| raw_text_equals(key, edit.key));
+        spans.extend(edit.map(|edit| (edit, value)));
+    })?;
+    let times = |at: usize| spans.iter().filter(|(edit, _)| *edit == at).count();
+    if (0..edits.len()).any(|at| times(at) > MAX_KEY_REPEATS) {
+        return None;
+    }
+    let longer: usize = edits
+        .iter()
+        .map(|edit| edit.key.len() + edit.json.len() + 8)
+        .sum();
+    let mut edited = Vec::with_capacity(body.len() + longer);
+    edited.extend_from_slice(&body[..first_field]);
+    let mut added = edits
+        .iter()
+        .enumerate()
+        .filter(|(at, edit)| edit.missing_key == MissingKeyAction::Insert && times(*at) == 0);
+    let mut any = false;
+    for (_, edit) in &mut added {
+        edited.extend_from_slice(if any { b"," } else { b"" });
+        edited.extend_from_slice(Value::from(edit.key).to_string().as_bytes());
+        edited.push(b':');
+        edited.extend_from_slice(edit.json);
+        any = true;
+    }
+    edited.extend_from_slice(if any && !is_empty { b"," } else { b"" });
+    let mut copied = first_field;
+    for (edit, value) in spans {
+        edited.extend_from_slice(&body[copied..value.start]);
+        edited.extend_from_slice(edits[edit].json);
+        copied = value.end;
+    }
+    edited.extend_from_slice(&body[copied..]);
+    Some(edited)
+}
+
+/// Returns the raw values of top-level keys in body order, each with the index of its key in
+/// `keys`. Returns `None` if the body is not a complete JSON object.
+pub fn find_values<'b>(body: &'b [u8], keys: &[&str]) -> Option<Vec<(usize, &'b [u8])>> {
+    let mut found = Vec::new();
+    scan_fields(body, |name, value| {
+        let key = keys.iter().position(|key| raw_text_equals(name, key));
+        found.extend(key.map(|key| (key, &body[value])));
+    })?;
+    Some(found)
+}
+
+/// Returns the text at a dotted path in a JSON body; the last one of repeated keys.
+pub fn text_at_path(body: &[u8], path: &str) -> Option<String> {
+    let document: &RawValue = serde_json::from_slice(body).ok()?;
+    let mut value = document.get().as_bytes();
+    for step in path.split('.') {
+        let mut found = None;
+        scan_fields(value, |key, inner| {
+            if raw_text_equals(key, step) {
+                found = Some(inner);
+            }
+        })?;
+        value = &value[found?];
+    }
+    serde_json::from_slice(value).ok()
+}
+
+/// The beginning of a scanned object.
+struct ObjectStart {
+    /// Position after the opening brace.
+    first_field: usize,
+    /// True if the object has no fields.
+    is_empty: bool,
+}
+
+/// Calls `on_field` with the raw key and the bounds of the value of each top-level field.
+fn scan_fields<'b>(
+    body: &'b [u8],
+    mut on_field: impl FnMut(&'b [u8], Range<usize>),
+) -> Option<ObjectStart> {
+    let mut scanner = JsonScanner::new();
+    let mut first_field = None;
+    let mut key = 0..0;
+    let mut value_start = 0;
+    let mut at = 0;
+    while scanner.state() != ScanState::Done {
+        let (scanned, boundary) = scanner.advance(&body[at..]);
+        at += scanned;
+        match boundary? {
+            JsonBoundary::KeyBegin => key.start = at - 1,
+            JsonBoundary::KeyEnd => key.end = at,
+            JsonBoundary::ValueBegin if first_field.is_none() => first_field = Some(at),
+            JsonBoundary::ValueBegin => {
+                value_start = at - 1;
+                scanner.skip_value();
+            }
+            JsonBoundary::ValueEnd if scanner.state() == ScanState::Done => {}
+            JsonBoundary::ValueEnd => on_field(&body[key.clone()], value_start..at),
+        }
+    }
+    let first_field = first_field?;
+    // A reader that accepts trailing data might read something else.
+    let is_complete = skip_space(body, at) == body.len();
+    is_complete.then(|| ObjectStart {
+        first_field,
+        is_empty: body[skip_space(body, first_field)] == b'}',
+    })
+}
+
+#[cfg(test)]
+pub(in crate::openai) mod tests;

@@ -1,0 +1,470 @@
+//! Request body of `/v1/responses`, converted to a conversation as in vLLM 0.32.
+//!
+//! The instructions become a system message. Consecutive reasoning, text and tool calls become one
+//! assistant message, and tool outputs become tool messages. The template sees function tools,
+//! custom tools and those of a namespace, but no other tools. Special tokens are added, because the
+//! endpoint uses the tokenizer's default.
+//!
+//! The prompt is unknown if text is stored in the engine or no captured request shows the engine's
+//! behavior.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::chat::{ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
+use super::content_part::{ContentPart, TypedPart};
+use super::json::{self, JsonObject, JsonValue};
+use super::{
+    ApiRequest, ParseError, PromptInput, TokenizationOptions, UnknownPrompt, UnknownPromptReason,
+    lax,
+};
+
+#[derive(Deserialize)]
+struct ResponsesBody<'a> {
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    stream: Option<bool>,
+    #[serde(default)]
+    input: Option<ResponsesInput>,
+    #[serde(default)]
+    instructions: Option<String>,
+    #[serde(default, deserialize_with = "lax::integer")]
+    max_output_tokens: Option<u64>,
+    #[serde(default)]
+    cache_salt: Option<String>,
+    #[serde(default)]
+    tools: Option<Vec<JsonValue>>,
+    #[serde(default)]
+    reasoning: Option<ReasoningOptions>,
+    /// An absent field means `disabled`; `null` does not.
+    #[serde(default = "disabled")]
+    truncation: Option<String>,
+    #[serde(default, deserialize_with = "json::object")]
+    chat_template_kwargs: Option<JsonObject>,
+    #[serde(default)]
+    kv_transfer_params: Option<ForwardedPrompt>,
+    #[serde(default)]
+    previous_response_id: Option<String>,
+    #[serde(default)]
+    previous_response: Option<IgnoredAny>,
+    #[serde(default)]
+    previous_input_messages: Option<IgnoredAny>,
+    #[serde(default)]
+    conversation: Option<IgnoredAny>,
+    #[serde(default)]
+    prompt: Option<IgnoredAny>,
+    #[serde(default, borrow)]
+    nvext: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct ReasoningOptions {
+    #[serde(default)]
+    effort: Option<String>,
+}
+
+fn disabled() -> Option<String> {
+    Some("disabled".to_owned())
+}
+
+pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
+    let body: ResponsesBody<'_> = serde_json::from_str(text)?;
+    let stored = [
+        &body.previous_response,
+        &body.previous_input_messages,
+        &body.conversation,
+        &body.prompt,
+    ];
+    let remembered = body.previous_response_id.is_some_and(|id| !id.is_empty())
+        || stored.into_iter().any(Option::is_some);
+    let input = body.input.ok_or(ParseError::Missing("input"))?;
+    let instructions = body.instructions.filter(|text| !text.is_empty());
+    let tools = body.tools.unwrap_or_default();
+    let shown = (!tools.is_empty()).then(|| template_tools(&tools));
+    let tool_bytes = tools.iter().map(JsonValue::text_bytes).sum::<usize>();
+    let text_bytes = input.text_bytes + instructions.as_ref().map_or(0, String::len) + tool_bytes;
+    let request = ApiRequest {
+        stream: body.stream.unwrap_or(false),
+        max_output_tokens: body.max_output_tokens,
+        cache_salt: body.cache_salt,
+        nvext: body.nvext.map(|raw| raw.get().into()),
+        ..ApiRequest::untokenized(body.model, text_bytes)
+    };
+    if remembered || input.is_stored_in_engine {
+        let prompt = PromptInput::Unknown(UnknownPrompt {
+            text_bytes,
+            reason: UnknownPromptReason::StoredInEngine,
+        });
+        return Ok(ApiRequest { prompt, ..request });
+    }
+    let (false, None | Some(Some(_))) = (input.is_unsupported, &shown) else {
+        return Ok(request);
+    };
+    let system = instructions.map(|text| ChatMessage::with_text("system", text));
+    let messages: Vec<ChatMessage> = system.into_iter().chain(input.messages).collect();
+    if messages.is_empty() {
+        return Err(ParseError::Empty("input"));
+    }
+    let chat = ChatPrompt {
+        messages,
+        tools: shown.flatten(),
+        add_generation_prompt: !input.continues_last_message,
+        continue_final_message: input.continues_last_message,
+        chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
+        reasoning_effort: body.reasoning.and_then(|reasoning| reasoning.effort),
+        is_converted: true,
+        has_forwarded_tokens: body
+            .kv_transfer_params
+            .is_some_and(|params| params.has_tokens()),
+        ..ChatPrompt::default()
+    };
+    let tokenization = TokenizationOptions {
+        add_special_tokens: Some(true),
+        truncate_prompt_tokens: (body.truncation.as_deref() != Some("disabled")).then_some(-1),
+        ..TokenizationOptions::default()
+    };
+    Ok(ApiRequest {
+        tokenization,
+        prompt: PromptInput::Chat(Box::new(chat)),
+        ..request
+    })
+}
+
+/// Returns the tools that the template sees, in the format of chat completions. Returns `None` if
+/// the engine rejects a tool.
+fn template_tools(tools: &[JsonValue]) -> Option<Vec<JsonValue>> {
+    let mut shown = Vec::new();
+    for tool in tools {
+        let tool = tool.as_object()?;
+        match tool.get("type")?.as_str()? {
+            "function" => shown.push(wrap_function(tool.clone())),
+            "custom" => shown.push(wrap_function(function_of_custom_tool(tool)?)),
+            "namespace" => {
+                let JsonValue::Array(inner) = tool.get("tools")? else {
+                    return None;
+                };
+                for function in inner {
+                    shown.extend(function_in_namespace(
+                        tool.get("name")?.as_str()?,
+                        function.as_object()?,
+                    )?);
+                }
+            }
+            // Other tools are executed by the engine or a server.
+            _ => {}
+        }
+    }
+    Some(shown)
+}
+
+fn wrap_function(function: JsonObject) -> JsonValue {
+    JsonValue::object([
+        ("type", "function".into()),
+        ("function", JsonValue::Object(function)),
+    ])
+}
+
+/// Returns the function with one text parameter that represents a custom tool.
+fn function_of_custom_tool(tool: &JsonObject) -> Option<JsonObject> {
+    let text = JsonValue::object([
+        ("type", "string".into()),
+        (
+            "description",
+            "The freeform text payload for this tool.".into(),
+        ),
+    ]);
+    let parameters = JsonValue::object([
+        ("type", "object".into()),
+        ("properties", JsonValue::object([("input", text)])),
+        ("required", JsonValue::Array(vec!["input".into()])),
+        ("additionalProperties", JsonValue::Bool(false)),
+    ]);
+    let description = tool.get("description").cloned().unwrap_or(JsonValue::Null);
+    let entries = [
+        ("name", tool.get("name")?.clone()),
+        ("description", description),
+        ("parameters", parameters),
+    ];
+    Some(
+        entries
+            .map(|(key, value)| (key.to_owned(), value))
+            .into_iter()
+            .collect(),
+    )
+}
+
+/// Returns a tool of a namespace; the inner `None` means that the template does not see it.
+fn function_in_namespace(namespace: &str, tool: &JsonObject) -> Option<Option<JsonValue>> {
+    if tool.get("type")?.as_str()? != "function" {
+        return Some(None);
+    }
+    let mut function = tool.clone();
+    let name = qualified_name(namespace, tool.get("name")?.as_str()?);
+    function.insert("name".to_owned(), name.into());
+    Some(Some(wrap_function(function)))
+}
+
+/// Name of a function in its namespace. `None`: the namespace is not a string.
+fn function_name(name: String, namespace: Option<JsonValue>) -> Option<String> {
+    match namespace {
+        None | Some(JsonValue::Null) => Some(name),
+        Some(JsonValue::String(namespace)) if namespace.is_empty() => Some(name),
+        Some(JsonValue::String(namespace)) => Some(qualified_name(&namespace, &name)),
+        Some(_) => None,
+    }
+}
+
+fn qualified_name(namespace: &str, name: &str) -> String {
+    format!("{namespace}__{name}")
+}
+
+/// Input: a text, or items. Items are folded into messages one by one, so no item list is stored.
+#[derive(Default)]
+struct ResponsesInput {
+    messages: Vec<ChatMessage>,
+    text_bytes: usize,
+    /// True if the text of an item cannot be known.
+    is_unsupported: bool,
+    /// True if an item refers to state stored in the engine.
+    is_stored_in_engine: bool,
+    /// True if the output continues the last message.
+    continues_last_message: bool,
+}
+
+#[derive(Deserialize)]
+struct ResponsesItem {
+    #[serde(default, rename = "type")]
+    kind: Option<String>,
+    #[serde(default)]
+    role: Option<String>,
+    #[serde(default)]
+    status: Option<String>,
+    #[serde(default)]
+    content: Option<MessageContent>,
+    #[serde(default)]
+    summary: Option<MessageContent>,
+    #[serde(default)]
+    encrypted_content: Option<String>,
+    #[serde(default)]
+    call_id: Option<String>,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default)]
+    namespace: Option<JsonValue>,
+    #[serde(default)]
+    arguments: Option<JsonValue>,
+    #[serde(default)]
+    input: Option<JsonValue>,
+    #[serde(default)]
+    output: Option<MessageContent>,
+}
+
+impl ResponsesInput {
+    fn add(&mut self, item: ResponsesItem) {
+        self.text_bytes += item.text_bytes();
+        self.continues_last_message =
+            matches!(item.status.as_deref(), Some("in_progress" | "incomplete"))
+                && matches!(item.kind.as_deref(), None | Some("message" | "reasoning"));
+        self.is_stored_in_engine |= item.kind.as_deref() == Some("item_reference");
+        if self.is_unsupported || self.try_fold(item).is_none() {
+            self.is_unsupported = true;
+            self.messages = Vec::new();
+        }
+    }
+
+    /// Folds an item into the conversation. Returns `None` if the engine's conversion is unknown.
+    fn try_fold(&mut self, item: ResponsesItem) -> Option<()> {
+        match (item.kind.as_deref(), item.role.as_deref()) {
+            (None | Some("message"), Some("assistant")) => {
+                let text = text_of_first_part(item.content?)?;
+                match self
+                    .last_assistant_message()
+                    .filter(|message| message.content.is_none())
+                {
+                    Some(message) => message.content = Some(MessageContent::Text(text)),
+                    None => self
+                        .messages
+                        .push(ChatMessage::with_text("assistant", text)),
+                }
+            }
+            (None | Some("message"), Some("user" | "system" | "developer")) => {
+                let content = Some(item.content?);
+                self.messages.push(ChatMessage {
+                    role: item.role?,
+                    content,
+                    ..ChatMessage::default()
+                });
+            }
+            (Some("reasoning"), _) => self.add_reasoning(item)?,
+            (Some("function_call"), _) => {
+                let JsonValue::String(arguments) = item.arguments? else {
+                    return None;
+                };
+                let name = function_name(item.name?, item.namespace)?;
+                self.add_tool_call(item.call_id?, name, arguments)?;
+            }
+            (Some("custom_tool_call"), _) => {
+                let JsonValue::String(text) = item.input? else {
+                    return None;
+                };
+                let arguments = serde_json::json!({"input": text}).to_string();
+                self.add_tool_call(item.call_id?, item.name?, arguments)?;
+            }
+            (Some("function_call_output" | "custom_tool_call_output"), _) => {
+                let output = item.output.filter(|output| match output {
+                    MessageContent::Text(_) => true,
+                    MessageContent::Parts(parts) => parts
+                        .iter()
+                        .all(|part| text_of_part(part, &["input_text"]).is_some()),
+                });
+                let content = Some(output?);
+                let tool_call_id = Some(item.call_id?);
+                self.messages.push(ChatMessage {
+                    role: "tool".to_owned(),
+                    content,
+                    tool_call_id,
+                    ..ChatMessage::default()
+                });
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn add_reasoning(&mut self, item: ResponsesItem) -> Option<()> {
+        if item
+            .encrypted_content
+            .is_some_and(|content| !content.is_empty())
+        {
+            return None;
+        }
+        let filled = |content: &MessageContent| !matches!(content, MessageContent::Parts(parts) if parts.is_empty());
+        let reasoning = match (item.content.filter(filled), item.summary.filter(filled)) {
+            (Some(MessageContent::Parts(parts)), _) => {
+                text_of_part(parts.first()?, &["reasoning_text"])?.to_owned()
+            }
+            (None, Some(MessageContent::Parts(parts))) => {
+                text_of_part(parts.first()?, &["summary_text"])?.to_owned()
+            }
+            (None, None) => String::new(),
+            _ => return None,
+        };
+        let message = match self
+            .last_assistant_message()
+            .filter(|message| message.reasoning.is_none())
+        {
+            Some(message) => message,
+            None => self.begin_assistant_message(),
+        };
+        message.reasoning = Some(reasoning);
+        Some(())
+    }
+
+    fn add_tool_call(&mut self, call_id: String, name: String, arguments: String) -> Option<()> {
+        let function = JsonValue::object([("name", name.into()), ("arguments", arguments.into())]);
+        let call = JsonValue::object([
+            ("id", call_id.into()),
+            ("function", function),
+            ("type", "function".into()),
+        ]);
+        let message = match self
+            .messages
+            .last()
+            .is_some_and(|message| message.role == "assistant")
+        {
+            true => self.messages.last_mut()?,
+            false => self.begin_assistant_message(),
+        };
+        message.has_converted_calls = true;
+        message.tool_calls.get_or_insert_default().push(call);
+        Some(())
+    }
+
+    /// Returns the last message if it is an assistant message.
+    fn last_assistant_message(&mut self) -> Option<&mut ChatMessage> {
+        self.messages
+            .last_mut()
+            .filter(|message| message.role == "assistant")
+    }
+
+    fn begin_assistant_message(&mut self) -> &mut ChatMessage {
+        self.messages.push(ChatMessage {
+            role: "assistant".to_owned(),
+            ..ChatMessage::default()
+        });
+        let last = self.messages.len() - 1;
+        &mut self.messages[last]
+    }
+}
+
+impl ResponsesItem {
+    fn text_bytes(&self) -> usize {
+        let contents = [&self.content, &self.summary, &self.output]
+            .into_iter()
+            .flatten();
+        let texts = [&self.arguments, &self.input]
+            .into_iter()
+            .flatten()
+            .filter_map(JsonValue::as_str);
+        contents.map(MessageContent::text_bytes).sum::<usize>() + texts.map(str::len).sum::<usize>()
+    }
+}
+
+/// Returns the text of an assistant message; the engine uses only the first part.
+fn text_of_first_part(content: MessageContent) -> Option<String> {
+    match content {
+        MessageContent::Text(text) => Some(text),
+        MessageContent::Parts(parts) => {
+            Some(text_of_part(parts.first()?, &["output_text", "input_text"])?.to_owned())
+        }
+    }
+}
+
+/// Returns the text of a part of one of these types.
+fn text_of_part<'p>(part: &'p ContentPart, kinds: &[&str]) -> Option<&'p str> {
+    match part {
+        ContentPart::Typed(TypedPart {
+            kind: Some(kind),
+            text,
+            ..
+        }) if kinds.contains(&kind.as_str()) => text.as_deref(),
+        _ => None,
+    }
+}
+
+impl<'de> Deserialize<'de> for ResponsesInput {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ResponsesInputVisitor)
+    }
+}
+
+struct ResponsesInputVisitor;
+
+impl<'de> Visitor<'de> for ResponsesInputVisitor {
+    type Value = ResponsesInput;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text or a list of items")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<ResponsesInput, E> {
+        let messages = vec![ChatMessage::with_text("user", text.to_owned())];
+        Ok(ResponsesInput {
+            messages,
+            text_bytes: text.len(),
+            ..ResponsesInput::default()
+        })
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<ResponsesInput, A::Error> {
+        let mut input = ResponsesInput::default();
+        while let Some(item) = seq.next_element()? {
+            input.add(item);
+        }
+        Ok(input)
+    }
+}

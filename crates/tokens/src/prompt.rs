@@ -1,0 +1,500 @@
+//! Conversion of a request to exactly the tokens that the engine computes.
+//!
+//! An [`Encoder`] holds one model's tokenizer and chat template and reproduces the engine's
+//! rendering. A wrong token silently changes every block hash after it. Therefore anything that may
+//! differ from the engine is an [`EncodeError`], and the caller falls back to load-only routing.
+
+mod bounded_tokens;
+mod content_format;
+mod continuation;
+mod conversation;
+mod decode;
+mod direct;
+mod engine;
+mod fast;
+mod inline_systems;
+pub mod media;
+mod media_renderer;
+mod model_files;
+mod multimodal;
+mod number;
+mod partial_chat;
+mod pieces;
+mod python;
+mod python_methods;
+mod rebuild;
+mod resume;
+mod sglang;
+mod syntax;
+mod template;
+mod template_support;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::openai::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use tokenizers::Encoding;
+
+pub use bounded_tokens::BoundedTokens;
+pub use engine::{EngineKind, ModelTraits, TransformersVersion};
+use fast::VerifiedTokenizer;
+use media::MediaRules;
+pub use media::{MediaConfig, MultimodalPrompt};
+use model_files::ModelFiles;
+pub use model_files::{LoadError, ModelFingerprint};
+pub use pieces::{StopReason, TokenBudget};
+pub use resume::{PromptCache, PromptTokens};
+use resume::{ResumingTokenizer, SpecialTokenFrame};
+use template::ChatTemplates;
+
+/// Files of one model's tokenizer and chat template. They may be `.json` or `.json.gz`.
+#[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// `tokenizer.json` of the model.
+    pub tokenizer: PathBuf,
+    /// `tokenizer_config.json`; by default the one next to the tokenizer, if present. The model's
+    /// `config.json` is expected next to it.
+    #[serde(default)]
+    pub tokenizer_config: Option<PathBuf>,
+    /// Chat template that overrides the model's own, like the engine's `--chat-template`.
+    #[serde(default)]
+    pub chat_template: Option<PathBuf>,
+}
+
+/// Certainty that the engine computes the same tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenExactness {
+    /// The engine computes these tokens.
+    Exact,
+    /// The template reads the time. The tokens are exact only while the engine's clock and time
+    /// zone agree with those of this process.
+    ClockDependent,
+}
+
+/// Prompts before tokenization: rendered texts, or token ids of the request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RenderedPrompt<'r> {
+    prompts: PromptSource<'r>,
+    tokenization: TokenizationOptions,
+    add_special_tokens: bool,
+    exactness: TokenExactness,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum PromptSource<'r> {
+    Texts(Vec<Cow<'r, str>>),
+    Tokens(&'r [Vec<u32>]),
+}
+
+impl RenderedPrompt<'_> {
+    /// Returns the certainty that the engine renders the same text.
+    pub fn exactness(&self) -> TokenExactness {
+        self.exactness
+    }
+
+    /// Returns the texts; empty if the request already contains token ids.
+    pub fn texts(&self) -> &[Cow<'_, str>] {
+        match &self.prompts {
+            PromptSource::Texts(texts) => texts,
+            PromptSource::Tokens(_) => &[],
+        }
+    }
+}
+
+/// Tokens of a request, one list per prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EncodedPrompt {
+    /// Token ids per prompt.
+    pub prompts: Vec<Vec<u32>>,
+    /// Certainty that the engine computes the same tokens.
+    pub exactness: TokenExactness,
+}
+
+/// The tokens of a request are not known. The request may still be valid and is then routed without
+/// them.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum EncodeError {
+    /// The prompt has a part that is not text.
+    #[error("the prompt has a part of type {0}")]
+    Multimodal(String),
+    /// The prompt consists of embeddings.
+    #[error("the prompt is made of embeddings")]
+    Embeddings,
+    /// The request has too many prompts.
+    #[error("the request has too many prompts")]
+    TooManyPrompts,
+    /// The model has no chat template.
+    #[error("the model has no chat template")]
+    NoTemplate,
+    /// The client sent its own chat template.
+    #[error("the request has its own chat template")]
+    RequestTemplate,
+    /// The engine rejects the request.
+    #[error("the engine rejects this request: {0}")]
+    Rejected(String),
+    /// The engine's behavior is unknown or differs between versions.
+    #[error("the engine's tokens are uncertain: {0}")]
+    Uncertain(String),
+    /// The chat template failed.
+    #[error("the chat template failed: {0}")]
+    Render(String),
+    /// The tokenizer failed.
+    #[error("the tokenizer failed: {0}")]
+    Tokenize(String),
+}
+
+impl EncodeError {
+    /// Returns the metric label of the error. It contains nothing of the prompt.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Multimodal(_) => "multimodal",
+            Self::Embeddings => "embeddings",
+            Self::TooManyPrompts => "too_many_prompts",
+            Self::NoTemplate => "no_template",
+            Self::RequestTemplate => "request_template",
+            Self::Rejected(_) => "rejected_by_engine",
+            Self::Uncertain(_) => "uncertain",
+            Self::Render(_) => "template_failed",
+            Self::Tokenize(_) => "tokenizer_failed",
+        }
+    }
+
+    pub(crate) fn uncertain(reason: impl Into<String>) -> Self {
+        Self::Uncertain(reason.into())
+    }
+
+    pub(crate) fn rejected(reason: impl Into<String>) -> Self {
+        Self::Rejected(reason.into())
+    }
+}
+
+/// Renders and tokenizes the requests of one model. Can be shared between threads.
+pub struct Encoder {
+    tokenizer: VerifiedTokenizer,
+    /// Tokens that the post-processor adds to a text, if they are always the same.
+    frame: Option<SpecialTokenFrame>,
+    templates: Option<ChatTemplates>,
+    special_tokens_mismatch: Option<String>,
+    resuming_tokenizer: Option<ResumingTokenizer>,
+    engine: EngineKind,
+    media_rules: MediaRules,
+}
+
+impl std::fmt::Debug for Encoder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Encoder")
+            .field("templates", &self.templates)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Encoder {
+    /// Loads tokenizer and chat template. Fails with the name of the first feature that cannot be
+    /// reproduced exactly.
+    pub fn load(config: &Config) -> Result<Self, LoadError> {
+        Self::load_with_traits(config, &ModelTraits::default())
+    }
+
+    /// Like [`Encoder::load`], with the traits of the model and its engine.
+    pub fn load_with_traits(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
+        let ModelFiles {
+            tokenizer,
+            templates,
+            special_tokens,
+            special_tokens_mismatch,
+        } = model_files::load(config, traits)?;
+        let templates = templates
+            .map(|sources| ChatTemplates::compile(sources, special_tokens, jiff::Zoned::now))
+            .transpose()?;
+        let templates = templates.map(|templates| templates.with_engine(traits.engine));
+        let id_of = |token: &str| tokenizer.token_to_id(token);
+        let media_rules = traits
+            .media
+            .as_ref()
+            .map(|media| MediaRules::new(media, &traits.name, id_of))
+            .transpose();
+        let media_rules = media_rules.map_err(|problem| LoadError::Content {
+            path: config.tokenizer.clone(),
+            problem,
+        })?;
+        let media_rules = media_rules.unwrap_or_default();
+        let frame = resume::find_frame(&tokenizer).ok();
+        let tokenizer = VerifiedTokenizer::new(tokenizer);
+        Ok(Self {
+            tokenizer,
+            frame,
+            templates,
+            special_tokens_mismatch,
+            engine: traits.engine,
+            media_rules,
+            resuming_tokenizer: None,
+        })
+    }
+
+    /// Returns true if conversations can be rendered.
+    pub fn has_chat_template(&self) -> bool {
+        self.templates.is_some()
+    }
+
+    /// Enables reuse of common prompt prefixes through `cache`. The error is the reason why the
+    /// tokenizer does not support it.
+    pub fn with_prompt_cache(
+        mut self,
+        cache: Arc<PromptCache>,
+    ) -> (Self, Result<(), &'static str>) {
+        let resumer = ResumingTokenizer::new(self.tokenizer.library(), cache);
+        let outcome = resumer.as_ref().map(drop).map_err(|reason| *reason);
+        self.resuming_tokenizer = resumer.ok();
+        (self, outcome)
+    }
+
+    /// Switches to the fast tokenizer after verifying it on difficult texts. The error is the
+    /// reason why the library tokenizer stays in use. The first call takes about a second; requests
+    /// use the library tokenizer meanwhile.
+    pub fn enable_fast_path(&self) -> Result<(), &'static str> {
+        self.tokenizer.enable_fast_path()
+    }
+
+    /// Returns the reason why only the library tokenizer is used.
+    pub fn fast_path_disabled_reason(&self) -> Option<&'static str> {
+        self.tokenizer.disabled_reason()
+    }
+
+    /// Compares the fast tokenizer with the library on a piece of a recent prompt. Returns whether
+    /// they differ, or `None` without a new prompt. Takes some milliseconds.
+    pub fn verify_sample(&self) -> Option<bool> {
+        self.tokenizer.verify_sample()
+    }
+
+    /// Returns the engine whose tokens are reproduced.
+    pub fn engine(&self) -> EngineKind {
+        self.engine
+    }
+
+    /// Returns the tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
+    pub fn encode(&self, request: &ApiRequest) -> Result<EncodedPrompt, EncodeError> {
+        let rendered = self.render(request)?;
+        Ok(EncodedPrompt {
+            prompts: self.tokenize(&rendered)?,
+            exactness: rendered.exactness,
+        })
+    }
+
+    /// Renders the texts that the engine tokenizes.
+    pub fn render<'r>(&self, request: &'r ApiRequest) -> Result<RenderedPrompt<'r>, EncodeError> {
+        // SGLang has no tokenization options.
+        let tokenization = match self.engine {
+            EngineKind::Vllm => request.tokenization,
+            EngineKind::Sglang => TokenizationOptions::default(),
+        };
+        let rendered = |prompts, by_default, exactness| RenderedPrompt {
+            prompts,
+            tokenization,
+            add_special_tokens: tokenization.add_special_tokens.unwrap_or(by_default),
+            exactness,
+        };
+        match &request.prompt {
+            PromptInput::Texts(texts) => {
+                let texts = texts
+                    .iter()
+                    .map(|text| Cow::Borrowed(text.as_str()))
+                    .collect();
+                Ok(rendered(
+                    PromptSource::Texts(texts),
+                    true,
+                    TokenExactness::Exact,
+                ))
+            }
+            PromptInput::Tokens(tokens) => Ok(rendered(
+                PromptSource::Tokens(tokens),
+                true,
+                TokenExactness::Exact,
+            )),
+            PromptInput::Embeddings => Err(EncodeError::Embeddings),
+            PromptInput::OverLimit => Err(EncodeError::TooManyPrompts),
+            PromptInput::Unknown(_) | PromptInput::NoPrompt => {
+                Err(EncodeError::uncertain("only the engine knows its tokens"))
+            }
+            PromptInput::Chat(chat) => {
+                let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
+                let (text, exact) = templates.render(chat)?;
+                Ok(rendered(
+                    PromptSource::Texts(vec![Cow::Owned(text)]),
+                    false,
+                    exact,
+                ))
+            }
+        }
+    }
+
+    /// Tokenizes rendered prompts, reusing the tokens of prefixes shared with earlier prompts. The
+    /// result equals that of [`Encoder::tokenize`]. Prompts with different `cache_namespace` (the
+    /// engine's cache salt) share nothing, so timing does not reveal other tenants' prompts.
+    pub fn tokenize_cached(
+        &self,
+        rendered: &RenderedPrompt<'_>,
+        cache_namespace: Option<&str>,
+    ) -> Result<Vec<PromptTokens>, EncodeError> {
+        let all = self.tokenize_bounded(rendered, cache_namespace, &TokenBudget::UNLIMITED)?;
+        Ok(all.into_iter().map(|bounded| bounded.tokens).collect())
+    }
+
+    /// Tokenizes rendered prompts.
+    pub fn tokenize(&self, rendered: &RenderedPrompt<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
+        let limit = truncation_limit(rendered.tokenization)?;
+        let tokenizer_side = rendered.tokenization.tokenizer_side;
+        let named_side = rendered.tokenization.truncation_side;
+        let side = named_side.unwrap_or(tokenizer_side);
+        match &rendered.prompts {
+            PromptSource::Tokens(lists) => Ok(lists
+                .iter()
+                .map(|tokens| truncate_tokens(tokens, limit, side).to_vec())
+                .collect()),
+            PromptSource::Texts(texts) => {
+                let special = rendered.add_special_tokens;
+                self.check_special_tokens(special)?;
+                let tokens = |text: &Cow<'_, str>| match named_side {
+                    None => self.token_ids(text, special, limit, tokenizer_side),
+                    // With an explicit side, the engine truncates the complete output of the
+                    // tokenizer.
+                    Some(side) => {
+                        let whole = self.token_ids(text, special, None, side)?;
+                        Ok(truncate_tokens(&whole, limit, side).to_vec())
+                    }
+                };
+                texts.iter().map(tokens).collect()
+            }
+        }
+    }
+
+    fn check_special_tokens(&self, special: bool) -> Result<(), EncodeError> {
+        match &self.special_tokens_mismatch {
+            Some(mismatch) if special => Err(EncodeError::uncertain(mismatch.as_str())),
+            _ => Ok(()),
+        }
+    }
+
+    fn token_ids(
+        &self,
+        text: &str,
+        special: bool,
+        limit: Option<usize>,
+        side: TruncationSide,
+    ) -> Result<Vec<u32>, EncodeError> {
+        let frame = self.frame.as_ref().filter(|_| special);
+        if special && frame.is_none() {
+            return self.post_processed_ids(text, limit, side);
+        }
+        let mut ids = self.tokenizer.ids(text).map_err(tokenizer_error)?;
+        if let Some(limit) = limit {
+            // Special tokens count towards the limit but are never removed, so the text is
+            // truncated further.
+            let range = retained_range(
+                ids.len(),
+                text_token_limit(limit, frame.map_or(0, SpecialTokenFrame::len))?,
+                side,
+            );
+            ids.truncate(range.end);
+            ids.drain(..range.start);
+        }
+        Ok(match frame {
+            Some(frame) => frame.surround(&ids),
+            None => ids,
+        })
+    }
+
+    /// Tokenizes a text with a post-processor whose additions are not known in advance.
+    fn post_processed_ids(
+        &self,
+        text: &str,
+        limit: Option<usize>,
+        side: TruncationSide,
+    ) -> Result<Vec<u32>, EncodeError> {
+        let library = self.tokenizer.library();
+        let encode = |text, special| library.encode_fast(text, special).map_err(tokenizer_error);
+        let Some(limit) = limit else {
+            return Ok(encoding_ids(&encode(text, true)?));
+        };
+        let bare = truncate_encoding(
+            encode(text, false)?,
+            text_token_limit(limit, encode("", true)?.len())?,
+            side,
+        );
+        library
+            .post_process(bare, None, true)
+            .map(|encoding| encoding_ids(&encoding))
+            .map_err(tokenizer_error)
+    }
+}
+
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the signature that `map_err` needs"
+)]
+fn tokenizer_error(error: tokenizers::Error) -> EncodeError {
+    EncodeError::Tokenize(error.to_string())
+}
+
+fn encoding_ids(encoding: &Encoding) -> Vec<u32> {
+    encoding.get_ids().to_vec()
+}
+
+/// Returns the maximum number of tokens of the text itself.
+fn text_token_limit(limit: usize, added: usize) -> Result<usize, EncodeError> {
+    limit
+        .checked_sub(added)
+        .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
+}
+
+/// Returns the maximum number of prompt tokens, if truncation is requested.
+fn truncation_limit(tokenization: TokenizationOptions) -> Result<Option<usize>, EncodeError> {
+    match tokenization.truncate_prompt_tokens {
+        None => Ok(None),
+        Some(-1) => Err(EncodeError::uncertain(
+            "truncation to the context length, which only the engine knows",
+        )),
+        Some(limit) if limit > 0 => Ok(usize::try_from(limit).ok()),
+        Some(limit) => Err(EncodeError::uncertain(format!(
+            "truncate_prompt_tokens is {limit}"
+        ))),
+    }
+}
+
+fn truncate_tokens(tokens: &[u32], limit: Option<usize>, side: TruncationSide) -> &[u32] {
+    &tokens[retained_range(tokens.len(), limit.unwrap_or(usize::MAX), side)]
+}
+
+/// Truncates an encoding. The tokenizer's own truncation also stores the removed part, in pieces of
+/// the retained length: a request for one token of a long prompt would take gigabytes.
+fn truncate_encoding(encoding: Encoding, limit: usize, side: TruncationSide) -> Encoding {
+    if limit >= encoding.len() {
+        return encoding;
+    }
+    let range = retained_range(encoding.len(), limit, side);
+    Encoding::new(
+        encoding.get_ids()[range.clone()].to_vec(),
+        encoding.get_type_ids()[range.clone()].to_vec(),
+        encoding.get_tokens()[range.clone()].to_vec(),
+        encoding.get_word_ids()[range.clone()].to_vec(),
+        encoding.get_offsets()[range.clone()].to_vec(),
+        encoding.get_special_tokens_mask()[range.clone()].to_vec(),
+        encoding.get_attention_mask()[range].to_vec(),
+        Vec::new(),
+        Default::default(),
+    )
+}
+
+fn retained_range(length: usize, limit: usize, side: TruncationSide) -> Range<usize> {
+    let limit = limit.min(length);
+    match side {
+        TruncationSide::Left => length - limit..length,
+        TruncationSide::Right => 0..limit,
+    }
+}

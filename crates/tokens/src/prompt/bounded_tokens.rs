@@ -1,0 +1,211 @@
+//! Tokenization of prompts within a budget of tokens and time. The result may be only the first
+//! tokens of a prompt.
+
+use super::pieces::{self, StopReason, TokenBudget};
+use super::resume::{SpecialTokenFrame, UnframedTokens};
+use super::{
+    EncodeError, Encoder, PromptSource, PromptTokens, RenderedPrompt, TruncationSide,
+    retained_range, text_token_limit, tokenizer_error, truncate_tokens, truncation_limit,
+};
+
+/// Tokens of one prompt within a budget.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BoundedTokens {
+    /// The first tokens of the prompt, or all of them.
+    pub tokens: PromptTokens,
+    /// Reason why tokens are missing; `None` if the prompt is complete.
+    pub stopped: Option<StopReason>,
+}
+
+impl BoundedTokens {
+    /// Returns the tokens of a list within the budget.
+    fn from_ids(tokens: &[u32], budget: &TokenBudget<'_>) -> Self {
+        let stopped = (tokens.len() > budget.max_tokens).then_some(StopReason::TooLong);
+        Self {
+            tokens: tokens[..tokens.len().min(budget.max_tokens)]
+                .to_vec()
+                .into(),
+            stopped,
+        }
+    }
+}
+
+/// Truncation of a prompt.
+#[derive(Clone, Copy)]
+struct PromptTruncation {
+    /// True if special tokens are added.
+    add_special_tokens: bool,
+    max_tokens: Option<usize>,
+    side: TruncationSide,
+    /// True if truncation also removes special tokens, because the engine truncates the complete
+    /// output of the tokenizer.
+    includes_special_tokens: bool,
+}
+
+impl Encoder {
+    /// Tokenizes rendered prompts like [`Encoder::tokenize_cached`], within a budget.
+    pub fn tokenize_bounded(
+        &self,
+        rendered: &RenderedPrompt<'_>,
+        cache_namespace: Option<&str>,
+        budget: &TokenBudget<'_>,
+    ) -> Result<Vec<BoundedTokens>, EncodeError> {
+        let tokenization = rendered.tokenization;
+        let limit = truncation_limit(tokenization)?;
+        let named_side = tokenization.truncation_side.filter(|_| limit.is_some());
+        let side = named_side.unwrap_or(tokenization.tokenizer_side);
+        match &rendered.prompts {
+            PromptSource::Tokens(lists) => Ok(lists
+                .iter()
+                .map(|tokens| BoundedTokens::from_ids(truncate_tokens(tokens, limit, side), budget))
+                .collect()),
+            PromptSource::Texts(texts) => {
+                let special = rendered.add_special_tokens;
+                self.check_special_tokens(special)?;
+                let truncation = PromptTruncation {
+                    add_special_tokens: special,
+                    max_tokens: limit,
+                    side,
+                    includes_special_tokens: named_side.is_some(),
+                };
+                texts
+                    .iter()
+                    .map(|text| self.tokenize_text(text, truncation, cache_namespace, budget))
+                    .collect()
+            }
+        }
+    }
+
+    /// Tokenizes and truncates one text within a budget.
+    fn tokenize_text(
+        &self,
+        text: &str,
+        truncation: PromptTruncation,
+        cache_namespace: Option<&str>,
+        budget: &TokenBudget<'_>,
+    ) -> Result<BoundedTokens, EncodeError> {
+        let frame = self
+            .frame
+            .as_ref()
+            .filter(|_| truncation.add_special_tokens);
+        if truncation.add_special_tokens && frame.is_none() {
+            return self.tokenize_post_processed(text, truncation, budget);
+        }
+        let text_limit = match truncation.max_tokens {
+            Some(limit) if !truncation.includes_special_tokens => Some(text_token_limit(
+                limit,
+                frame.map_or(0, SpecialTokenFrame::len),
+            )?),
+            limit => limit,
+        };
+        let max_tokens = match text_limit {
+            None => budget.max_tokens,
+            Some(text_limit) if truncation.side == TruncationSide::Right => {
+                text_limit.min(budget.max_tokens)
+            }
+            // The retained tokens are known only at the end.
+            Some(_) => usize::MAX,
+        };
+        let mut unframed = self.tokenize_bare(
+            text,
+            cache_namespace,
+            &TokenBudget {
+                max_tokens,
+                ..*budget
+            },
+        )?;
+        if truncation.side == TruncationSide::Right
+            && unframed.stopped == Some(StopReason::TooLong)
+            && text_limit.is_some_and(|text_limit| unframed.ids.len() >= text_limit)
+        {
+            // Truncation removes everything after these tokens.
+            unframed.stopped = None;
+        }
+        let stopped = unframed.stopped;
+        if stopped.is_some() && text_limit.is_some() && truncation.side == TruncationSide::Left {
+            return Ok(BoundedTokens {
+                tokens: Vec::new().into(),
+                stopped,
+            });
+        }
+        if let Some(text_limit) =
+            text_limit.filter(|_| !truncation.includes_special_tokens && stopped.is_none())
+        {
+            unframed.retain_range(|length| {
+                Ok::<_, EncodeError>(retained_range(length, text_limit, truncation.side))
+            })?;
+        }
+        let tokens = self.add_frame(unframed, frame);
+        let tokens = match truncation.max_tokens {
+            Some(_) if truncation.includes_special_tokens => {
+                truncate_tokens(&tokens, truncation.max_tokens, truncation.side)
+                    .to_vec()
+                    .into()
+            }
+            _ => tokens,
+        };
+        Ok(BoundedTokens { tokens, stopped })
+    }
+
+    /// Tokenizes a text without special tokens, reusing cached prefixes if possible.
+    fn tokenize_bare(
+        &self,
+        text: &str,
+        cache_namespace: Option<&str>,
+        budget: &TokenBudget<'_>,
+    ) -> Result<UnframedTokens, EncodeError> {
+        if let Some(resumer) = &self.resuming_tokenizer {
+            match resumer.tokenize(&self.tokenizer, text, cache_namespace, budget) {
+                Ok(Some(unframed)) => return Ok(unframed),
+                Ok(None) => {}
+                Err(_) => resumer.record_failure(),
+            }
+        }
+        pieces::tokenize_pieces(&self.tokenizer, text, budget)
+            .map(UnframedTokens::from)
+            .map_err(tokenizer_error)
+    }
+
+    fn add_frame(
+        &self,
+        unframed: UnframedTokens,
+        frame: Option<&SpecialTokenFrame>,
+    ) -> PromptTokens {
+        match (&self.resuming_tokenizer, frame) {
+            (Some(resumer), _) => resumer.add_frame(unframed, frame.is_some()),
+            (None, None) => unframed.ids.into(),
+            (None, Some(frame)) if unframed.stopped.is_some() => {
+                frame.prepend_to(&unframed.ids).into()
+            }
+            (None, Some(frame)) => frame.surround(&unframed.ids).into(),
+        }
+    }
+
+    /// Tokenizes a text with an unknown post-processor. It needs the whole text, so only short
+    /// texts are tokenized.
+    fn tokenize_post_processed(
+        &self,
+        text: &str,
+        truncation: PromptTruncation,
+        budget: &TokenBudget<'_>,
+    ) -> Result<BoundedTokens, EncodeError> {
+        if text.len() > budget.max_piece_bytes {
+            return Ok(BoundedTokens {
+                tokens: Vec::new().into(),
+                stopped: Some(StopReason::TooLong),
+            });
+        }
+        let PromptTruncation {
+            max_tokens,
+            side,
+            includes_special_tokens,
+            ..
+        } = truncation;
+        let tokens =
+            self.post_processed_ids(text, max_tokens.filter(|_| !includes_special_tokens), side)?;
+        Ok(BoundedTokens::from_ids(
+            truncate_tokens(&tokens, max_tokens, side),
+            budget,
+        ))
+    }
+}

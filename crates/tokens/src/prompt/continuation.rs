@@ -1,0 +1,34 @@
+//! `continue_final_message`: the prompt ends inside the last message. As in transformers, the end
+//! of that message is marked before rendering and everything from the mark on is removed, so the
+//! template decides which text remains.
+
+use super::EncodeError;
+use super::conversation::TemplateMessage;
+use super::python_methods;
+
+const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// Marks the end of the last message and returns the text before the mark.
+pub(super) fn mark_last_message(turns: &mut [TemplateMessage<'_>]) -> Result<String, EncodeError> {
+    let text = turns
+        .last_mut()
+        .and_then(|turn| turn.content.last_text())
+        .ok_or_else(|| EncodeError::rejected("the last message has no text to continue"))?;
+    let before = text.clone();
+    text.push_str(MARK);
+    Ok(before)
+}
+
+/// Truncates the rendered text at the mark.
+pub(super) fn cut_at_mark(mut rendered: String, message: &str) -> Result<String, EncodeError> {
+    let place = rendered
+        .rfind(MARK.trim_end())
+        .filter(|_| rendered.contains(python_methods::strip(message)))
+        .ok_or_else(|| EncodeError::rejected("the template drops the end of the last message"))?;
+    let spaced = rendered[place..].starts_with(MARK);
+    rendered.truncate(place);
+    if !spaced {
+        rendered.truncate(python_methods::strip_end(&rendered).len());
+    }
+    Ok(rendered)
+}

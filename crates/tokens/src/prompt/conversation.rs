@@ -1,0 +1,467 @@
+//! Conversion of messages to template values, as in vLLM. Joined parts, parsed arguments and key
+//! order are visible to a template and thus change the tokens.
+
+mod tools;
+
+use std::borrow::Cow;
+
+use minijinja::Value;
+
+use super::EncodeError;
+use super::content_format::ContentFormat;
+use super::media_renderer::MediaRenderer;
+use super::python::{self, PythonDict};
+use crate::openai::{
+    ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent, PartMeaning,
+};
+pub(super) use tools::template_tools;
+use tools::tool_call;
+
+/// One message as a template sees it.
+pub(super) struct TemplateMessage<'m> {
+    pub role: &'m str,
+    pub content: TemplateContent<'m>,
+    pub(super) other_fields: Vec<(&'static str, Value)>,
+}
+
+impl<'m> TemplateMessage<'m> {
+    /// Creates a message with text content.
+    pub(super) fn with_text(role: &'m str, text: Cow<'m, str>) -> Self {
+        Self {
+            role,
+            content: TemplateContent::Text(text),
+            other_fields: Vec::new(),
+        }
+    }
+
+    /// Returns true if the message has reasoning.
+    pub(super) fn has_reasoning(&self) -> bool {
+        self.other_fields.iter().any(|(key, _)| *key == "reasoning")
+    }
+}
+
+/// Content of a message in one of the two formats of templates.
+pub(super) enum TemplateContent<'m> {
+    /// One string.
+    Text(Cow<'m, str>),
+    /// A list of parts.
+    Parts(Vec<TemplatePart<'m>>),
+}
+
+/// A content part as a template sees it.
+pub(super) struct TemplatePart<'m> {
+    kind: TemplatePartKind<'m>,
+    /// Keys that the engine does not know.
+    unknown_keys: Vec<(String, Value)>,
+}
+
+enum TemplatePartKind<'m> {
+    Text(Cow<'m, str>),
+    Media(MediaModality),
+    Reference(&'m str),
+}
+
+impl<'m> TemplateContent<'m> {
+    /// Creates a list of text parts.
+    pub(super) fn from_texts(texts: impl IntoIterator<Item = Cow<'m, str>>) -> Self {
+        Self::Parts(
+            texts
+                .into_iter()
+                .map(|text| TemplatePart {
+                    kind: TemplatePartKind::Text(text),
+                    unknown_keys: Vec::new(),
+                })
+                .collect(),
+        )
+    }
+
+    /// Returns the number of bytes of all texts.
+    pub(super) fn text_bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Parts(parts) => parts
+                .iter()
+                .map(|part| part.text().map_or(0, str::len))
+                .sum(),
+        }
+    }
+
+    /// Returns the text that `continue_final_message` continues.
+    pub(super) fn last_text(&mut self) -> Option<&mut String> {
+        match self {
+            Self::Text(text) => Some(text.to_mut()),
+            Self::Parts(parts) => parts
+                .iter_mut()
+                .rev()
+                .find_map(TemplatePart::text_mut)
+                .map(Cow::to_mut),
+        }
+    }
+}
+
+/// A field of a part.
+pub(super) enum TemplateField<'p> {
+    Text(&'p str),
+    Value(&'p Value),
+}
+
+impl<'m> TemplatePart<'m> {
+    /// Returns a field of the part.
+    pub(super) fn field(&self, key: &str) -> Option<TemplateField<'_>> {
+        let known = match (&self.kind, key) {
+            (TemplatePartKind::Text(_), "type") => Some("text"),
+            (TemplatePartKind::Text(text), "text") => Some(&**text),
+            (TemplatePartKind::Media(modality), "type") => Some(modality.as_str()),
+            (TemplatePartKind::Reference(_), "type") => Some("tool_reference"),
+            (TemplatePartKind::Reference(name), "name") => Some(*name),
+            _ => None,
+        };
+        let more = || {
+            self.unknown_keys
+                .iter()
+                .find(|(known, _)| known == key)
+                .map(|(_, value)| TemplateField::Value(value))
+        };
+        known.map(TemplateField::Text).or_else(more)
+    }
+
+    fn text(&self) -> Option<&str> {
+        match &self.kind {
+            TemplatePartKind::Text(text) => Some(text),
+            TemplatePartKind::Media(_) | TemplatePartKind::Reference(_) => None,
+        }
+    }
+
+    fn text_mut(&mut self) -> Option<&mut Cow<'m, str>> {
+        match &mut self.kind {
+            TemplatePartKind::Text(text) => Some(text),
+            TemplatePartKind::Media(_) | TemplatePartKind::Reference(_) => None,
+        }
+    }
+
+    fn into_text(self) -> Option<Cow<'m, str>> {
+        match self.kind {
+            TemplatePartKind::Text(text) => Some(text),
+            TemplatePartKind::Media(_) | TemplatePartKind::Reference(_) => None,
+        }
+    }
+
+    fn into_value(self) -> Value {
+        let mut dict = match self.kind {
+            TemplatePartKind::Text(text) => PythonDict::from_iter([
+                ("type", Value::from("text")),
+                ("text", Value::from(&*text)),
+            ]),
+            TemplatePartKind::Media(modality) => {
+                PythonDict::from_iter([("type", Value::from(modality.as_str()))])
+            }
+            TemplatePartKind::Reference(name) => PythonDict::from_iter([
+                ("type", Value::from("tool_reference")),
+                ("name", Value::from(name)),
+            ]),
+        };
+        for (key, value) in self.unknown_keys {
+            dict.push(&key, value);
+        }
+        dict.into_value()
+    }
+}
+
+/// Prefix of a line that Claude Code changes with every request. vLLM drops the line from system
+/// messages so that prompts stay cacheable.
+const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
+
+/// Returns the messages in the form that the template receives.
+pub(super) fn template_messages<'m>(
+    messages: &'m [ChatMessage],
+    format: ContentFormat,
+    stage: &mut MediaRenderer<'_>,
+) -> Result<Vec<TemplateMessage<'m>>, EncodeError> {
+    messages
+        .iter()
+        .map(|message| template_message(message, format, stage))
+        .collect()
+}
+
+fn template_message<'m>(
+    message: &'m ChatMessage,
+    format: ContentFormat,
+    stage: &mut MediaRenderer<'_>,
+) -> Result<TemplateMessage<'m>, EncodeError> {
+    let content = match &message.content {
+        Some(MessageContent::Text(text)) => content_of_text(message, text, format),
+        Some(MessageContent::Parts(parts)) => content_of_parts(message, parts, format, stage)?,
+        None => content_of_parts(message, &[], format, stage)?,
+    };
+    let mut other_fields = Vec::new();
+    match message.role.as_str() {
+        "assistant" => push_assistant_fields(message, &mut other_fields)?,
+        "tool" => other_fields.extend(
+            message
+                .tool_call_id
+                .as_deref()
+                .map(|id| ("tool_call_id", Value::from(id))),
+        ),
+        "developer" => other_fields.extend(
+            message
+                .tools
+                .as_ref()
+                .map(|tools| Ok(("tools", python::value(tools)?)))
+                .transpose()?,
+        ),
+        _ => {}
+    }
+    for (key, value) in [("name", &message.name), ("task", &message.task)] {
+        if let Some(JsonValue::String(text)) = value {
+            other_fields.push((key, Value::from(text.as_str())));
+        }
+    }
+    Ok(TemplateMessage {
+        role: &message.role,
+        content,
+        other_fields,
+    })
+}
+
+/// Converts content that is one string; it counts as one part.
+fn content_of_text<'m>(
+    message: &ChatMessage,
+    text: &'m str,
+    format: ContentFormat,
+) -> TemplateContent<'m> {
+    let text = if message.role == "system" {
+        strip_billing_header(text)
+    } else {
+        Some(text)
+    };
+    match format {
+        ContentFormat::Parts if message.role != "tool" => {
+            TemplateContent::from_texts(text.map(Cow::Borrowed))
+        }
+        ContentFormat::Parts | ContentFormat::Text => {
+            TemplateContent::Text(Cow::Borrowed(text.unwrap_or_default()))
+        }
+    }
+}
+
+/// Converts content that is a list of parts.
+fn content_of_parts<'m>(
+    message: &'m ChatMessage,
+    parts: &'m [ContentPart],
+    format: ContentFormat,
+    stage: &mut MediaRenderer<'_>,
+) -> Result<TemplateContent<'m>, EncodeError> {
+    let is_system = message.role == "system";
+    let parts = parts.iter().filter_map(|part| {
+        if is_system {
+            without_billing(part)
+        } else {
+            Some((part, None))
+        }
+    });
+    match format {
+        ContentFormat::Parts => parts_as_list(message, parts, stage),
+        ContentFormat::Text => parts_as_text(parts, stage).map(TemplateContent::Text),
+    }
+}
+
+/// Returns a part of a system message with its text after a billing line, if it has one.
+fn without_billing(part: &ContentPart) -> Option<(&ContentPart, Option<&str>)> {
+    let is_text = match part {
+        ContentPart::Bare(_) => true,
+        ContentPart::Typed(part) => part.kind.as_deref() == Some("text"),
+    };
+    match part.meaning() {
+        PartMeaning::Text(text) if is_text => Some((part, Some(strip_billing_header(text)?))),
+        _ => Some((part, None)),
+    }
+}
+
+/// Removes a leading billing line. Returns `None` if no text remains.
+fn strip_billing_header(text: &str) -> Option<&str> {
+    if !text.starts_with(BILLING_HEADER_PREFIX) {
+        return Some(text);
+    }
+    text.split_once('\n')
+        .map(|(_, rest)| rest)
+        .filter(|rest| !rest.is_empty())
+}
+
+/// Converts the parts to a list of dicts.
+fn parts_as_list<'p>(
+    message: &ChatMessage,
+    parts: impl Iterator<Item = (&'p ContentPart, Option<&'p str>)>,
+    stage: &mut MediaRenderer<'_>,
+) -> Result<TemplateContent<'p>, EncodeError> {
+    let mut pieces = Vec::new();
+    for (part, shortened) in parts {
+        let kind = match checked_meaning(part)? {
+            PartMeaning::Text(text) => {
+                TemplatePartKind::Text(Cow::Borrowed(shortened.unwrap_or(text)))
+            }
+            PartMeaning::Media(media) => match stage.render_part(media.modality)? {
+                Some(text) => TemplatePartKind::Text(Cow::Owned(text)),
+                None => TemplatePartKind::Media(media.modality),
+            },
+            PartMeaning::Reference(name) => TemplatePartKind::Reference(name),
+            _ => continue,
+        };
+        let unknown_keys = part
+            .unknown_keys()
+            .map(|(key, value)| Ok((key.clone(), python::value(value)?)));
+        let unknown_keys = if matches!(kind, TemplatePartKind::Reference(_)) {
+            Vec::new()
+        } else {
+            unknown_keys.collect::<Result<_, _>>()?
+        };
+        pieces.push(TemplatePart { kind, unknown_keys });
+    }
+    // Templates rarely support lists of tool texts, so the engine always joins them.
+    if message.role == "tool" && pieces.iter_mut().all(|piece| piece.text_mut().is_some()) {
+        let texts: Vec<_> = pieces
+            .into_iter()
+            .filter_map(TemplatePart::into_text)
+            .collect();
+        return Ok(TemplateContent::Text(Cow::Owned(texts.join("\n"))));
+    }
+    Ok(TemplateContent::Parts(pieces))
+}
+
+/// Joins the parts to one text. Placeholders of media items precede it unless the text already
+/// contains them.
+fn parts_as_text<'p>(
+    parts: impl Iterator<Item = (&'p ContentPart, Option<&'p str>)>,
+    stage: &mut MediaRenderer<'_>,
+) -> Result<Cow<'p, str>, EncodeError> {
+    let mut texts: Vec<&'p str> = Vec::new();
+    let mut placeholders: Vec<(String, usize)> = Vec::new();
+    for (part, shortened) in parts {
+        match checked_meaning(part)? {
+            PartMeaning::Text(text) => texts.push(shortened.unwrap_or(text)),
+            PartMeaning::Reference(name) => texts.push(name),
+            PartMeaning::Media(media) => {
+                let Some(text) = stage.render_placeholder(media.modality)? else {
+                    continue;
+                };
+                match placeholders.iter_mut().find(|(known, _)| *known == text) {
+                    Some((_, count)) => *count += 1,
+                    None => placeholders.push((text, 1)),
+                }
+            }
+            _ => {}
+        }
+    }
+    // An empty text adds no line.
+    texts.retain(|text| !text.is_empty());
+    let text = match *texts.as_slice() {
+        [] => Cow::Borrowed(""),
+        [only] => Cow::Borrowed(only),
+        _ => Cow::Owned(texts.join("\n")),
+    };
+    if placeholders.is_empty() {
+        return Ok(text);
+    }
+    let mut lines: Vec<&str> = Vec::new();
+    for (placeholder, count) in &placeholders {
+        let missing = count
+            .checked_sub(text.matches(placeholder.as_str()).count())
+            .ok_or_else(|| EncodeError::rejected("more placeholders in the text than items"))?;
+        lines.extend(std::iter::repeat_n(placeholder.as_str(), missing));
+    }
+    if !text.is_empty() {
+        lines.push(&text);
+    }
+    Ok(Cow::Owned(lines.join("\n")))
+}
+
+/// Returns the engine's interpretation of a part, or an error if its text is unknown.
+fn checked_meaning(part: &ContentPart) -> Result<PartMeaning<'_>, EncodeError> {
+    match part.meaning() {
+        PartMeaning::MissingValue(kind) => Err(EncodeError::uncertain(format!(
+            "an empty part of type {kind}"
+        ))),
+        PartMeaning::Unknown(kind) => Err(EncodeError::Multimodal(kind.to_owned())),
+        meaning => Ok(meaning),
+    }
+}
+
+fn push_assistant_fields(
+    message: &ChatMessage,
+    other_fields: &mut Vec<(&'static str, Value)>,
+) -> Result<(), EncodeError> {
+    if let Some(calls) = message
+        .tool_calls
+        .as_ref()
+        .filter(|calls| !calls.is_empty())
+    {
+        let calls: Vec<Value> = calls
+            .iter()
+            .map(|call| tool_call(call, message.has_converted_calls))
+            .collect::<Result<_, _>>()?;
+        other_fields.push(("tool_calls", python::list(calls)));
+    }
+    if let Some(reasoning) = message
+        .reasoning
+        .as_ref()
+        .or(message.reasoning_content.as_ref())
+    {
+        other_fields.push(("reasoning", Value::from(reasoning.as_str())));
+        other_fields.push(("reasoning_content", Value::from(reasoning.as_str())));
+    }
+    Ok(())
+}
+
+/// Converts developer messages to system messages and merges all system messages at the front, for
+/// templates without a developer role.
+pub(super) fn merge_developer_messages(
+    mut turns: Vec<TemplateMessage<'_>>,
+) -> Vec<TemplateMessage<'_>> {
+    for turn in turns.iter_mut().filter(|turn| turn.role == "developer") {
+        turn.role = "system";
+        turn.other_fields.retain(|(key, _)| *key != "tools");
+    }
+    let scattered = turns
+        .iter()
+        .enumerate()
+        .any(|(place, turn)| place > 0 && turn.role == "system");
+    if !scattered {
+        return turns;
+    }
+    let (systems, others): (Vec<_>, Vec<_>) =
+        turns.into_iter().partition(|turn| turn.role == "system");
+    let texts: Vec<Cow<'_, str>> = systems
+        .into_iter()
+        .map(|turn| match turn.content {
+            TemplateContent::Text(text) => text,
+            TemplateContent::Parts(parts) => Cow::Owned(
+                parts
+                    .into_iter()
+                    .filter_map(TemplatePart::into_text)
+                    .collect::<Vec<_>>()
+                    .join("\n"),
+            ),
+        })
+        .filter(|text| !text.is_empty())
+        .collect();
+    let merged = TemplateMessage::with_text("system", Cow::Owned(texts.join("\n\n")));
+    std::iter::once(merged).chain(others).collect()
+}
+
+/// Converts the messages to template values.
+pub(super) fn into_value(turns: Vec<TemplateMessage<'_>>) -> Value {
+    python::list(turns.into_iter().map(message_value).collect())
+}
+
+fn message_value(turn: TemplateMessage<'_>) -> Value {
+    let content = match turn.content {
+        TemplateContent::Text(text) => Value::from(&*text),
+        TemplateContent::Parts(parts) => {
+            python::list(parts.into_iter().map(TemplatePart::into_value).collect())
+        }
+    };
+    let mut dict = PythonDict::from_iter([("role", Value::from(turn.role)), ("content", content)]);
+    for (key, value) in turn.other_fields {
+        dict.push(key, value);
+    }
+    dict.into_value()
+}

@@ -1,0 +1,83 @@
+//! Evaluation of common chat templates without minijinja, over borrowed texts.
+//!
+//! Loops over the messages, comparisons of roles and concatenations are evaluated from a compiled
+//! plan. Unsupported code ends the evaluation, and minijinja renders from the beginning. Both
+//! always produce the same text. `docs/decisions/0047-evaluate-common-templates-directly.md`
+//! records the measured gain.
+
+mod compile;
+mod eval;
+mod operations;
+mod plan;
+mod value;
+
+use std::collections::BTreeMap;
+
+use minijinja::Value;
+use minijinja::machinery::ast::Stmt;
+
+use super::conversation::TemplateMessage;
+use super::template::TemplateClock;
+use eval::PlanRun;
+use plan::{RenderPlan, VariableSlot};
+use value::TemplateValue;
+
+/// The template or a value is not supported.
+struct UnsupportedError;
+
+/// Compiled template.
+pub(super) struct DirectRenderer {
+    plan: RenderPlan,
+    clock: TemplateClock,
+}
+
+impl DirectRenderer {
+    /// Compiles a template. Unsupported parts end the evaluation when they are reached.
+    pub(super) fn compile(template: &Stmt<'_>, clock: &TemplateClock) -> Self {
+        Self {
+            plan: compile::template(template),
+            clock: clock.clone(),
+        }
+    }
+
+    /// Renders a conversation like minijinja. Returns `None` if anything is not supported.
+    pub(super) fn render(
+        &self,
+        turns: &[TemplateMessage<'_>],
+        variables: &BTreeMap<&str, Value>,
+    ) -> Option<String> {
+        if variables.keys().any(|name| compile::is_function(name)) {
+            return None;
+        }
+        let mut slots = vec![TemplateValue::Undefined; self.plan.names.len()];
+        for (name, value) in variables {
+            if let Some(slot) = self.slot(name) {
+                slots[slot.at()] = TemplateValue::of(value.clone());
+            }
+        }
+        if let Some(slot) = self.slot("messages") {
+            slots[slot.at()] = TemplateValue::all(turns);
+        }
+        let texts: usize = turns
+            .iter()
+            .map(|turn| turn.role.len() + turn.content.text_bytes())
+            .sum();
+        // Templates write a few words around each message.
+        let mut out = String::with_capacity(texts + 64 * turns.len() + 256);
+        PlanRun::new(turns, slots, &self.plan.macros, &self.clock)
+            .steps(&self.plan.steps, &mut out)
+            .ok()?;
+        Some(out)
+    }
+
+    fn slot(&self, name: &str) -> Option<VariableSlot> {
+        self.plan
+            .names
+            .iter()
+            .position(|known| **known == *name)
+            .map(VariableSlot::new)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,424 @@
+//! Evaluation of a plan. Each operation supports only values for which it is known to equal
+//! minijinja with the Python filters and methods of this crate.
+
+mod lookup;
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use minijinja::value::ValueKind;
+
+use super::UnsupportedError;
+use super::operations::{arithmetic, is, join, print};
+use super::plan::{ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
+use super::value::{LoopCounter, TemplateValue, of_message};
+use crate::prompt::conversation::TemplateMessage;
+use crate::prompt::template;
+use crate::prompt::template::TemplateClock;
+
+/// Maximum number of iterations. Longer runs are left to minijinja and its fuel.
+const MOST_ITERATIONS: u32 = 100_000;
+
+/// Control flow after a list of steps.
+#[derive(PartialEq, Eq)]
+pub(super) enum LoopFlow {
+    On,
+    Break,
+    Continue,
+}
+
+/// One evaluation of a plan.
+pub(super) struct PlanRun<'a> {
+    turns: &'a [TemplateMessage<'a>],
+    slots: Vec<TemplateValue<'a>>,
+    /// Slots before the first assignment, with which each macro begins.
+    given: Vec<TemplateValue<'a>>,
+    macros: &'a [PlanMacro],
+    clock: &'a TemplateClock,
+    iterations: u32,
+}
+
+impl<'a> PlanRun<'a> {
+    pub(super) fn new(
+        turns: &'a [TemplateMessage<'a>],
+        slots: Vec<TemplateValue<'a>>,
+        macros: &'a [PlanMacro],
+        clock: &'a TemplateClock,
+    ) -> Self {
+        let given = if macros.is_empty() {
+            Vec::new()
+        } else {
+            slots.clone()
+        };
+        Self {
+            turns,
+            slots,
+            given,
+            macros,
+            clock,
+            iterations: 0,
+        }
+    }
+
+    pub(super) fn steps(
+        &mut self,
+        steps: &'a [PlanStep],
+        out: &mut String,
+    ) -> Result<LoopFlow, UnsupportedError> {
+        for step in steps {
+            let flow = match step {
+                PlanStep::Raw(text) => {
+                    out.push_str(text);
+                    LoopFlow::On
+                }
+                PlanStep::Emit(term) => {
+                    let value = self.term(term)?;
+                    print(&value, out)?;
+                    LoopFlow::On
+                }
+                PlanStep::Texts(terms) => {
+                    for term in terms {
+                        match self.plain(term) {
+                            Some(text) => out.push_str(text),
+                            None => out.push_str(self.term(term)?.text().ok_or(UnsupportedError)?),
+                        }
+                    }
+                    LoopFlow::On
+                }
+                PlanStep::Joined(terms) => {
+                    for term in terms {
+                        match self.plain(term) {
+                            Some(text) => out.push_str(text),
+                            None => join(&self.term(term)?, out)?,
+                        }
+                    }
+                    LoopFlow::On
+                }
+                PlanStep::If {
+                    test,
+                    then,
+                    otherwise,
+                } => {
+                    let chosen = if self.is_true(test)? { then } else { otherwise };
+                    self.steps(chosen, out)?
+                }
+                PlanStep::For(node) => self.for_loop(node, out)?,
+                PlanStep::Set(slot, term) => {
+                    self.slots[slot.at()] = self.term(term)?;
+                    LoopFlow::On
+                }
+                PlanStep::SetField(space, name, term) => {
+                    let value = self.term(term)?;
+                    self.set_field(*space, name, value)?;
+                    LoopFlow::On
+                }
+                PlanStep::Nothing => LoopFlow::On,
+                PlanStep::Break => LoopFlow::Break,
+                PlanStep::Continue => LoopFlow::Continue,
+                PlanStep::Unknown => return Err(UnsupportedError),
+            };
+            if flow != LoopFlow::On {
+                return Ok(flow);
+            }
+        }
+        Ok(LoopFlow::On)
+    }
+
+    fn for_loop(
+        &mut self,
+        node: &'a LoopStep,
+        out: &mut String,
+    ) -> Result<LoopFlow, UnsupportedError> {
+        let over = self.term(&node.over)?;
+        let length = match &over {
+            // The number of items is known only after the iteration.
+            TemplateValue::Other(value) if value.kind() != ValueKind::Seq => {
+                return Err(UnsupportedError);
+            }
+            _ if over.text().is_some() => return Err(UnsupportedError),
+            _ => u32::try_from(over.len()?).map_err(|_| UnsupportedError)?,
+        };
+        let before: Vec<TemplateValue<'a>> = node
+            .own
+            .iter()
+            .map(|slot| self.slots[slot.at()].clone())
+            .collect();
+        for index in 0..length {
+            self.count()?;
+            for (slot, value) in node.own.iter().zip(&before) {
+                // These two are assigned below.
+                if *slot != node.target && *slot != node.counter {
+                    self.slots[slot.at()] = value.clone();
+                }
+            }
+            self.slots[node.counter.at()] = TemplateValue::Counter(LoopCounter {
+                index,
+                length,
+                over: over.messages(),
+            });
+            self.slots[node.target.at()] = self.item(&over, i64::from(index))?;
+            if self.steps(&node.body, out)? == LoopFlow::Break {
+                // Template engines differ in the `else` of a loop that breaks.
+                if !node.otherwise.is_empty() {
+                    return Err(UnsupportedError);
+                }
+                break;
+            }
+        }
+        for (slot, value) in node.own.iter().zip(before) {
+            self.slots[slot.at()] = value;
+        }
+        if length == 0 {
+            self.steps(&node.otherwise, out)
+        } else {
+            Ok(LoopFlow::On)
+        }
+    }
+
+    fn call_macro(
+        &mut self,
+        called: &'a PlanMacro,
+        given: &'a [(VariableSlot, PlanTerm)],
+    ) -> Result<TemplateValue<'a>, UnsupportedError> {
+        let body = called.body.as_ref().ok_or(UnsupportedError)?;
+        self.count()?;
+        let mut values = Vec::with_capacity(called.parameters.len());
+        for (slot, default) in &called.parameters {
+            let given = given
+                .iter()
+                .find(|(known, _)| known == slot)
+                .map(|(_, term)| term);
+            let value = given
+                .or(default.as_ref())
+                .map_or(Ok(TemplateValue::Undefined), |term| self.term(term))?;
+            if given.is_some() && matches!(value, TemplateValue::Undefined) {
+                // Template engines differ in whether the default replaces an undefined argument.
+                return Err(UnsupportedError);
+            }
+            values.push((*slot, value));
+        }
+        // Each name has one slot, and a macro does not see the variables of its caller.
+        values.extend(
+            called
+                .named
+                .iter()
+                .map(|slot| (*slot, self.given[slot.at()].clone())),
+        );
+        for (slot, value) in &mut values {
+            std::mem::swap(&mut self.slots[slot.at()], value);
+        }
+        let mut text = String::new();
+        self.steps(body, &mut text)?;
+        for (slot, before) in values {
+            self.slots[slot.at()] = before;
+        }
+        Ok(TemplateValue::Owned(text.into()))
+    }
+
+    /// Counts an iteration.
+    fn count(&mut self) -> Result<(), UnsupportedError> {
+        self.iterations += 1;
+        if self.iterations > MOST_ITERATIONS {
+            Err(UnsupportedError)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn set_field(
+        &mut self,
+        space: VariableSlot,
+        name: &'a str,
+        value: TemplateValue<'a>,
+    ) -> Result<(), UnsupportedError> {
+        let TemplateValue::Space(space) = &self.slots[space.at()] else {
+            return Err(UnsupportedError);
+        };
+        let mut fields = space.borrow_mut();
+        match fields.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, known)) => *known = value,
+            None => fields.push((name, value)),
+        }
+        Ok(())
+    }
+
+    fn term(&mut self, term: &'a PlanTerm) -> Result<TemplateValue<'a>, UnsupportedError> {
+        Ok(match term {
+            PlanTerm::Text(text) => TemplateValue::Text(text),
+            PlanTerm::Int(number) => TemplateValue::Int(*number),
+            PlanTerm::Bool(flag) => TemplateValue::Bool(*flag),
+            PlanTerm::None => TemplateValue::None,
+            PlanTerm::Var(slot) => self.slots[slot.at()].clone(),
+            PlanTerm::Field(of, key) => {
+                let of = self.term(of)?;
+                self.field(&of, key)?
+            }
+            PlanTerm::Item(of, at) => {
+                let of = self.term(of)?;
+                let at = self.term(at)?;
+                let TemplateValue::Int(at) = at else {
+                    return Err(UnsupportedError);
+                };
+                self.item(&of, at)?
+            }
+            PlanTerm::Slice(of, start, stop) => {
+                let TemplateValue::Messages(messages) = self.term(of)? else {
+                    return Err(UnsupportedError);
+                };
+                let start = self.end(start.as_deref())?;
+                let stop = self.end(stop.as_deref())?;
+                TemplateValue::Messages(messages.cut(start, stop)?)
+            }
+            PlanTerm::Backwards(of) => match self.term(of)? {
+                TemplateValue::Messages(messages) => TemplateValue::Messages(messages.reversed()),
+                _ => return Err(UnsupportedError),
+            },
+            PlanTerm::If(parts) => {
+                let test = self.is_true(&parts.0)?;
+                self.term(if test { &parts.1 } else { &parts.2 })?
+            }
+            PlanTerm::List(items) => TemplateValue::List(
+                items
+                    .iter()
+                    .map(|item| self.term(item))
+                    .collect::<Result<_, _>>()?,
+            ),
+            PlanTerm::Space(fields) => {
+                let field =
+                    |(name, value): &'a (Box<str>, PlanTerm)| Ok((&**name, self.term(value)?));
+                TemplateValue::Space(Rc::new(RefCell::new(
+                    fields.iter().map(field).collect::<Result<_, _>>()?,
+                )))
+            }
+            PlanTerm::Unknown => return Err(UnsupportedError),
+            _ => self.operation(term)?,
+        })
+    }
+
+    /// Returns the truth of a term. Most tests need no value for that.
+    fn is_true(&mut self, term: &'a PlanTerm) -> Result<bool, UnsupportedError> {
+        match term {
+            PlanTerm::Not(term) => Ok(!self.is_true(term)?),
+            PlanTerm::And(pair) => Ok(self.is_true(&pair.0)? && self.is_true(&pair.1)?),
+            PlanTerm::Or(pair) => Ok(self.is_true(&pair.0)? || self.is_true(&pair.1)?),
+            PlanTerm::Compare(comparison, pair) => self.compared(*comparison, pair),
+            _ => self.term(term)?.is_true(),
+        }
+    }
+
+    fn compared(
+        &mut self,
+        comparison: ComparisonOp,
+        pair: &'a (PlanTerm, PlanTerm),
+    ) -> Result<bool, UnsupportedError> {
+        if let (Some(left), Some(right)) = (self.plain(&pair.0), self.plain(&pair.1)) {
+            match comparison {
+                ComparisonOp::Eq => return Ok(left == right),
+                ComparisonOp::Ne => return Ok(left != right),
+                _ => {}
+            }
+        }
+        let left = self.term(&pair.0)?;
+        let right = self.term(&pair.1)?;
+        self.compare(comparison, &left, &right)
+    }
+
+    /// Returns the text of a constant, a variable, or the role or content of a message.
+    fn plain(&self, term: &'a PlanTerm) -> Option<&'a str> {
+        match term {
+            PlanTerm::Text(text) => Some(text),
+            PlanTerm::Var(slot) => match self.slots[slot.at()] {
+                TemplateValue::Text(text) => Some(text),
+                _ => None,
+            },
+            PlanTerm::Field(of, key) => {
+                let PlanTerm::Var(slot) = **of else {
+                    return None;
+                };
+                let TemplateValue::Message(number) = self.slots[slot.at()] else {
+                    return None;
+                };
+                match of_message(&self.turns[number], key) {
+                    TemplateValue::Text(text) => Some(text),
+                    _ => None,
+                }
+            }
+            _ => None,
+        }
+    }
+
+    /// Evaluates a term that combines others.
+    fn operation(&mut self, term: &'a PlanTerm) -> Result<TemplateValue<'a>, UnsupportedError> {
+        Ok(match term {
+            PlanTerm::Not(_) => TemplateValue::Bool(self.is_true(term)?),
+            PlanTerm::And(pair) => {
+                let left = self.term(&pair.0)?;
+                if left.is_true()? {
+                    self.term(&pair.1)?
+                } else {
+                    left
+                }
+            }
+            PlanTerm::Or(pair) => {
+                let left = self.term(&pair.0)?;
+                if left.is_true()? {
+                    left
+                } else {
+                    self.term(&pair.1)?
+                }
+            }
+            PlanTerm::Compare(comparison, pair) => {
+                TemplateValue::Bool(self.compared(*comparison, pair)?)
+            }
+            PlanTerm::Arithmetic(operation, pair) => {
+                let left = self.term(&pair.0)?;
+                let right = self.term(&pair.1)?;
+                arithmetic(*operation, &left, &right)?
+            }
+            PlanTerm::Joined(terms) => {
+                let mut text = String::new();
+                for term in terms {
+                    let value = self.term(term)?;
+                    join(&value, &mut text)?;
+                }
+                TemplateValue::Owned(text.into())
+            }
+            _ => self.call(term)?,
+        })
+    }
+
+    /// Evaluates a filter, test, method, macro or function.
+    fn call(&mut self, term: &'a PlanTerm) -> Result<TemplateValue<'a>, UnsupportedError> {
+        Ok(match term {
+            PlanTerm::Filtered(over, filter) => {
+                let over = self.term(over)?;
+                self.filtered(over, filter)?
+            }
+            PlanTerm::Is(over, kind) => TemplateValue::Bool(is(&self.term(over)?, *kind)?),
+            PlanTerm::Method(over, method, args) => {
+                let over = self.term(over)?;
+                let args: Vec<TemplateValue<'a>> = args
+                    .iter()
+                    .map(|arg| self.term(arg))
+                    .collect::<Result<_, _>>()?;
+                self.call_method(&over, *method, &args)?
+            }
+            PlanTerm::Now(format) => {
+                let format = self.term(format)?;
+                let time = template::strftime(self.clock, format.text().ok_or(UnsupportedError)?);
+                TemplateValue::owned(time.map_err(|_| UnsupportedError)?)
+            }
+            PlanTerm::Call(called, given) => self.call_macro(&self.macros[*called], given)?,
+            _ => return Err(UnsupportedError),
+        })
+    }
+
+    /// Evaluates a bound of a slice.
+    fn end(&mut self, term: Option<&'a PlanTerm>) -> Result<Option<i64>, UnsupportedError> {
+        match term.map(|term| self.term(term)).transpose()? {
+            None | Some(TemplateValue::None) => Ok(None),
+            Some(TemplateValue::Int(number)) => Ok(Some(number)),
+            Some(_) => Err(UnsupportedError),
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Compiled templates: steps write text, and terms have values.
+
+use minijinja::Value;
+
+/// Slot of a variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct VariableSlot(u16);
+
+impl VariableSlot {
+    pub(super) fn new(at: usize) -> Self {
+        Self(at as u16)
+    }
+
+    pub(super) fn at(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
+/// Step of a template.
+pub(super) enum PlanStep {
+    Raw(Box<str>),
+    /// Writes one value.
+    Emit(PlanTerm),
+    /// Writes texts.
+    Texts(Vec<PlanTerm>),
+    /// Writes values as texts.
+    Joined(Vec<PlanTerm>),
+    If {
+        test: PlanTerm,
+        then: Vec<PlanStep>,
+        otherwise: Vec<PlanStep>,
+    },
+    For(Box<LoopStep>),
+    Set(VariableSlot, PlanTerm),
+    SetField(VariableSlot, Box<str>, PlanTerm),
+    Break,
+    Continue,
+    Nothing,
+    Unknown,
+}
+
+/// A loop.
+pub(super) struct LoopStep {
+    pub(super) target: VariableSlot,
+    pub(super) counter: VariableSlot,
+    pub(super) over: PlanTerm,
+    pub(super) body: Vec<PlanStep>,
+    pub(super) otherwise: Vec<PlanStep>,
+    /// Variables whose assignments end with an iteration.
+    pub(super) own: Vec<VariableSlot>,
+}
+
+/// Expression with a value.
+pub(super) enum PlanTerm {
+    Text(Box<str>),
+    Int(i64),
+    Bool(bool),
+    None,
+    Var(VariableSlot),
+    Field(Box<PlanTerm>, Box<str>),
+    Item(Box<PlanTerm>, Box<PlanTerm>),
+    /// Slice with a start and an end.
+    Slice(Box<PlanTerm>, Option<Box<PlanTerm>>, Option<Box<PlanTerm>>),
+    Backwards(Box<PlanTerm>),
+    Not(Box<PlanTerm>),
+    And(Box<(PlanTerm, PlanTerm)>),
+    Or(Box<(PlanTerm, PlanTerm)>),
+    Compare(ComparisonOp, Box<(PlanTerm, PlanTerm)>),
+    Arithmetic(TermOperation, Box<(PlanTerm, PlanTerm)>),
+    Joined(Vec<PlanTerm>),
+    Call(usize, Vec<(VariableSlot, PlanTerm)>),
+    If(Box<(PlanTerm, PlanTerm, PlanTerm)>),
+    Filtered(Box<PlanTerm>, KnownFilter),
+    Is(Box<PlanTerm>, ValueTest),
+    Method(Box<PlanTerm>, StringMethod, Vec<PlanTerm>),
+    List(Vec<PlanTerm>),
+    Space(Vec<(Box<str>, PlanTerm)>),
+    Now(Box<PlanTerm>),
+    Unknown,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum ComparisonOp {
+    Eq,
+    Ne,
+    Lt,
+    Lte,
+    Gt,
+    Gte,
+    In,
+    NotIn,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum TermOperation {
+    Add,
+    Sub,
+    Rem,
+}
+
+/// Supported filter.
+pub(super) enum KnownFilter {
+    Trim,
+    Length,
+    First,
+    Last,
+    Same,
+    Default(Box<PlanTerm>),
+    Replace(Box<(PlanTerm, PlanTerm)>),
+    Json(Vec<(Box<str>, Value)>),
+}
+
+/// Supported test of a value.
+#[derive(Clone, Copy)]
+pub(super) enum ValueTest {
+    Defined,
+    Undefined,
+    None,
+    Text,
+    Mapping,
+    Iterable,
+    True,
+    False,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum StringMethod {
+    Strip,
+    LStrip,
+    RStrip,
+    StartsWith,
+    EndsWith,
+    Split,
+    Replace,
+    Get,
+}
+
+/// Compiled template.
+pub(super) struct RenderPlan {
+    pub(super) steps: Vec<PlanStep>,
+    /// Names of the slots.
+    pub(super) names: Vec<Box<str>>,
+    pub(super) macros: Vec<PlanMacro>,
+}
+
+/// Compiled macro.
+pub(super) struct PlanMacro {
+    pub(super) name: Box<str>,
+    /// Parameters with their defaults.
+    pub(super) parameters: Vec<(VariableSlot, Option<PlanTerm>)>,
+    /// `None` if the variables that the body sees are not tracked.
+    pub(super) body: Option<Vec<PlanStep>>,
+    /// Assigned variables, without parameters.
+    pub(super) sets: Vec<VariableSlot>,
+    /// Variables read before a certain assignment.
+    pub(super) free: Vec<VariableSlot>,
+    /// All named variables, without parameters.
+    pub(super) named: Vec<VariableSlot>,
+}

@@ -1,0 +1,340 @@
+//! Direct rendering compared with minijinja, on real templates and on templates that use every
+//! operation, with random conversations.
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::Path;
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+use serde_json::{Value, json};
+
+use crate::openai::{self, ApiKind, ChatPrompt, PromptInput};
+use crate::prompt::model_files::TemplateSources;
+use crate::prompt::template::ChatTemplates;
+
+/// Templates of a `tokenizer_config.json`, with names if there are several.
+fn of_model(path: &str) -> Vec<(String, String)> {
+    let text = fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../..")
+            .join(path),
+    )
+    .unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    match &config["chat_template"] {
+        Value::String(source) => vec![("default".into(), source.clone())],
+        Value::Array(named) => {
+            let text = |entry: &Value, key: &str| entry[key].as_str().unwrap().to_owned();
+            named
+                .iter()
+                .map(|entry| (text(entry, "name"), text(entry, "template")))
+                .collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+const MODELS: [&str; 6] = [
+    "examples/models/qwen2.5/tokenizer_config.json",
+    "examples/models/tinyllama/tokenizer_config.json",
+    "tests/data/tokens/rendered/llama3/tokenizer_config.json",
+    "tests/data/tokens/rendered/mistral/tokenizer_config.json",
+    "tests/data/tokens/engine/features/tokenizer_config.json",
+    "tests/data/tokens/engine/qwen2vl/tokenizer_config.json",
+];
+
+/// A reasoning model with the usual template code for the last question and earlier reasoning.
+const THINKING: &str = r#"
+{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '</tools>' }}{%- endif %}
+{%- set ns = namespace(open=true, last=messages|length - 1, seen='') %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.open and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.open = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set thoughts = '' %}
+        {%- if message.reasoning_content is string %}{%- set thoughts = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or (not loop.last and thoughts)) %}
+            {{- '<|im_start|>' + message.role + '\n<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}{{- '<|im_start|>' + message.role + '\n' + content }}{%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}{{- '\n' }}{%- endif %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}{{- tool_call.arguments }}{%- else %}{{- tool_call.arguments | tojson }}{%- endif %}
+                {{- '}\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' }}{{- content }}{{- '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}"#;
+
+/// Features that the other templates do not use.
+const ODDS: &[&str] = &[
+    "{% for m in messages %}{% if loop.index0 % 2 == 1 %}{% continue %}{% endif %}{% if m.role == 'tool' %}{% break %}{% endif %}\
+     {{ loop.index }}/{{ loop.length }}{{ m.content | trim if m.content is string else m.content | length }}{% else %}none{% endfor %}",
+    "{% set x = 'out' %}{% for m in messages %}{{ x }}{% set x = m.role %}{{ x }}{% endfor %}{{ x }}{{ nothing }}{{ custom }}",
+    "{{ bos_token }}{% for m in messages[1:] %}{{ m['role'] ~ ': ' ~ m['content'] }}{% endfor %}",
+    "{% for m in messages %}{{ m['content'] | string }}{% endfor %}",
+    "{{ messages[:-1] | length }}",
+    "{{ messages[-1].role }}{{ messages[0].get('name', '-') }}",
+    "{{ 'y' if messages[-1].get('tool_calls') is none else 'n' }}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content.replace('a', 'b') }}{% else %}{% for p in m.content %}\
+     {{ p.type }}{% if 'text' in p %}{{ p['text'].strip() }}{% endif %}{% endfor %}{% endif %}{{ m.name | default('nobody') }}{% endfor %}",
+    "{% for m in messages %}{{ '1' if m.role in ['user', 'tool'] else '-' }}{{ '2' if m.role not in 'users' else '-' }}{{ '3' if m.content == '' else '-' }}\
+     {{ '4' if m.role | length > 4 else '-' }}{% endfor %}",
+    "{% for m in messages %}{{ '1' if 'a' in m.content else '-' }}{{ m.content or 'empty' }}{{ '2' if m.content and 'full' else '-' }}{% endfor %}",
+    "{% for m in messages %}{{ m.content.split('a') | first if m.content is string else '-' }}{% endfor %}",
+    "{% for m in messages %}{{ '1' if m.content is iterable else '-' }}{{ '2' if m is mapping else '-' }}{{ '3' if m is iterable else '-' }}{% endfor %}",
+    "{{ strftime_now('%Y') if strftime_now is defined else '' }}{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}\
+     {% macro show(x) %}[{{ x }}]{% endmacro %}{{ messages[0].content }}{% if tools %}{{ show(1) }}{{ tools | tojson(indent=2) }}{% endif %}",
+    "{% macro one(text, mark='*', end=none) %}{% set inner = mark %}{{ inner ~ text ~ inner }}{% if end %}{{ end }}{% endif %}{{ missing }}{% endmacro %}\
+     {% macro two(m) %}{% for p in [m.role, 'x'] %}{{ loop.index ~ one(p, end='!') }}{% endfor %}{% endmacro %}\
+     {% for message in messages %}{{ two(message) }}{{ one(text=message.role, mark=loop.index) | trim }}{% endfor %}",
+    "{% macro one(text) %}{{ text }}{% endmacro %}{% for m in messages %}{{ one(m.role) }}\
+     {{ loop.previtem.role if loop.previtem is defined else '-' }}{{ '1' if loop.nextitem is undefined else '-' }}{% endfor %}",
+    "{{ messages[0].role | replace('s', 'z') ~ nothing ~ 3 }}",
+    "{% set seen = 'top' %}{% macro sees() %}{{ seen }}{{ m }}{% endmacro %}{% macro own() %}{% set mine = 1 %}{{ mine }}{% endmacro %}\
+     {% for m in messages %}{% set seen = m.role %}{{ sees() }}{{ own() }}{% endfor %}{% set mine = 2 %}{{ own() }}{{ mine }}",
+    "{% macro one() %}[{{ who }}{{ bos_token }}{{ p }}]{% endmacro %}{% macro two(who) %}{% set bos_token = '-' %}{{ one() }}\
+     {% for p in ['x'] %}{{ p }}{{ one() }}{% endfor %}{{ bos_token }}{{ who }}{% endmacro %}{{ two('x') }}{{ two(messages[0].role) }}{{ one() }}",
+    "{% macro f() %}{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}{{ 'T' if enable_thinking else 'F' }}\
+     {% endmacro %}{{ f() }}{{ 'D' if enable_thinking is defined else 'U' }}{{ f() }}",
+    "{% macro one() %}{% for i in messages %}{% if i.role == 'tool' %}{% set x = 1 %}{% endif %}{{ x }}{% endfor %}{% endmacro %}\
+     {% macro two(x) %}{{ one() }}{{ x }}{% endmacro %}{{ two('y') }}{{ one() }}",
+    "{% macro s(x, mark='*') %}{{ mark }}{% endmacro %}{% for m in messages %}{{ s('a', m.name) }}{{ m.get('name', missing) }}{% endfor %}",
+];
+
+/// Templates that are never rendered directly: variables that macros read from outside are not
+/// tracked.
+const NEVER: [&str; 1] = [ODDS[16]];
+
+fn compiled(named: Vec<(String, String)>) -> Option<ChatTemplates> {
+    let sources = TemplateSources {
+        named,
+        path: "template".into(),
+    };
+    let special = vec![
+        ("bos_token", "<s>".to_owned()),
+        ("eos_token", "</s>".to_owned()),
+    ];
+    let now = || jiff::Timestamp::UNIX_EPOCH.to_zoned(jiff::tz::TimeZone::UTC);
+    ChatTemplates::compile(sources, special, now).ok()
+}
+
+/// All templates by name, and the source of the first.
+fn all() -> Vec<(String, ChatTemplates)> {
+    let golden = fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/tokens/templates.json"),
+    )
+    .unwrap();
+    let golden: Vec<Value> = serde_json::from_str(&golden).unwrap();
+    let golden = golden
+        .iter()
+        .filter_map(|case| Some(case["template"].as_str()?.to_owned()));
+    let single = |source: String| vec![("default".to_owned(), source)];
+    let own = ODDS
+        .iter()
+        .chain([&THINKING])
+        .map(|source| (*source).to_owned());
+    let models = MODELS
+        .iter()
+        .map(|path| of_model(path))
+        .filter(|named| !named.is_empty());
+    let named = models.chain(golden.chain(own).map(single));
+    named
+        .filter_map(|named| Some((named.first()?.1.clone(), compiled(named)?)))
+        .collect()
+}
+
+fn chat(body: &Value) -> Option<ChatPrompt> {
+    match openai::parse(ApiKind::ChatCompletions, body.to_string().as_bytes())
+        .ok()?
+        .prompt
+    {
+        PromptInput::Chat(chat) => Some(*chat),
+        _ => None,
+    }
+}
+
+const TEXTS: [&str; 14] = [
+    "",
+    "plain words",
+    " \n spaced\u{1f}\u{a0} \n",
+    "<think>\na\n</think>\n\nanswer",
+    "</think>",
+    "<tool_response>x</tool_response>",
+    "{{ messages }}",
+    "é\u{301}界🙂",
+    "a\"b\\c\n\td",
+    "x-anthropic-billing-header: 1\nrest",
+    "x-anthropic-billing-header: 1",
+    "<|im_end|>",
+    "0",
+    "a</think>b</think>c",
+];
+
+fn text() -> impl Strategy<Value = Value> {
+    proptest::sample::select(&TEXTS[..]).prop_map(|text| json!(text))
+}
+
+fn content() -> impl Strategy<Value = Value> {
+    let part = prop_oneof![
+        text(),
+        text().prop_map(|text| json!({"type": "text", "text": text, "more": 1}))
+    ];
+    prop_oneof![
+        6 => text(),
+        1 => Just(Value::Null),
+        2 => proptest::collection::vec(part, 0..3).prop_map(Value::Array),
+    ]
+}
+
+fn message() -> impl Strategy<Value = Value> {
+    let role = proptest::sample::select(
+        &[
+            "user",
+            "user",
+            "assistant",
+            "assistant",
+            "system",
+            "tool",
+            "developer",
+            "x",
+        ][..],
+    );
+    (role, content(), any::<[bool; 3]>(), text()).prop_map(|(role, content, [named, calls, thoughts], text)| {
+        let mut message = json!({"role": role, "content": content});
+        if named && role != "user" {
+            message["name"] = json!("someone");
+        }
+        if calls && role == "assistant" {
+            let arguments = json!({"q": text, "n": [1, 2.5, null]}).to_string();
+            let call = json!({"id": "c1", "type": "function", "function": {"name": "find", "arguments": arguments}});
+            message["tool_calls"] = json!([call, call]);
+        }
+        if thoughts && role == "assistant" {
+            message["reasoning_content"] = text;
+        }
+        message
+    })
+}
+
+fn body() -> impl Strategy<Value = Value> {
+    (proptest::collection::vec(message(), 1..7), any::<[bool; 4]>()).prop_map(
+        |(messages, [tools, prompt, think, custom])| {
+            let mut body = json!({"model": "m", "messages": messages, "add_generation_prompt": prompt});
+            if tools {
+                let parameters =
+                    json!({"type": "object", "properties": {"q": {"type": "string", "enum": ["é", "\"", 1.0]}}});
+                body["tools"] = json!([{"type": "function", "function": {"name": "find", "parameters": parameters}}]);
+            }
+            if think {
+                body["chat_template_kwargs"] = json!({"enable_thinking": custom});
+            } else if custom {
+                body["chat_template_kwargs"] = json!({"custom": {"a": [1.5, true, "x"]}});
+            }
+            body
+        },
+    )
+}
+
+/// Renders every template with a conversation and counts the direct ones.
+fn compare(templates: &[(String, ChatTemplates)], chat: &ChatPrompt, directly: &mut [usize]) {
+    for ((source, template), directly) in templates.iter().zip(directly) {
+        let Some((direct, rendered)) = template.render_both(chat) else {
+            continue;
+        };
+        let Some(direct) = direct else { continue };
+        assert_eq!(Ok(direct), rendered, "{source}, {chat:?}");
+        *directly += 1;
+    }
+}
+
+#[test]
+fn direct_rendering_equals_minijinja() {
+    let templates = all();
+    assert!(templates.len() > 30, "{} templates", templates.len());
+    let directly = RefCell::new(vec![0; templates.len()]);
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(300));
+    let outcome = runner.run(&body(), |body| {
+        compare(
+            &templates,
+            &chat(&body).unwrap(),
+            &mut directly.borrow_mut(),
+        );
+        Ok(())
+    });
+    outcome.unwrap();
+    let never = templates
+        .iter()
+        .zip(directly.take())
+        .filter(|(_, directly)| *directly == 0);
+    let never: Vec<&str> = never.map(|((source, _), _)| source.as_str()).collect();
+    // Downloaded templates are not required to render directly.
+    let never: Vec<&str> = never
+        .into_iter()
+        .filter(|source| ODDS.contains(source) || *source == THINKING)
+        .collect();
+    assert_eq!(never, NEVER);
+}
+
+/// A common conversation, with or without tools.
+fn usual(tools: bool) -> ChatPrompt {
+    let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
+    let mut messages = vec![
+        json!({"role": "system", "content": "Be brief."}),
+        json!({"role": "user", "content": "Hello"}),
+        json!({"role": "assistant", "content": "Hi"}),
+        json!({"role": "user", "content": "And?"}),
+    ];
+    let mut body = json!({"model": "m"});
+    if tools {
+        messages.push(json!({"role": "assistant", "content": null, "tool_calls": [call]}));
+        messages.push(json!({"role": "tool", "tool_call_id": "c", "content": "done"}));
+        body["tools"] = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
+    }
+    body["messages"] = json!(messages);
+    chat(&body).unwrap()
+}
+
+#[test]
+fn common_conversations_render_directly() {
+    // Mistral's template regroups the messages with macros and its own lists.
+    let known = MODELS
+        .iter()
+        .filter(|path| !path.contains("mistral"))
+        .map(|path| of_model(path));
+    let thinking = vec![("default".to_owned(), THINKING.to_owned())];
+    for (number, named) in known.chain([thinking]).enumerate() {
+        let template = compiled(named).unwrap();
+        for tools in [false, true] {
+            let (direct, rendered) = template.render_both(&usual(tools)).unwrap();
+            // One template maps its tools.
+            let unknown = rendered.is_err() || (tools && number == 3);
+            assert!(
+                direct.is_some() || unknown,
+                "template {number}, tools: {tools}"
+            );
+        }
+    }
+}

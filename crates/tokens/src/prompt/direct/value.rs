@@ -1,0 +1,244 @@
+//! Values of an evaluation. Texts of the request and of the template are borrowed. Rare values
+//! (tools, their calls, documents) are those of minijinja.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+
+use super::UnsupportedError;
+use crate::prompt::conversation::{TemplateContent, TemplateField, TemplateMessage, TemplatePart};
+
+/// Value of a term.
+#[derive(Clone)]
+pub(super) enum TemplateValue<'a> {
+    Undefined,
+    None,
+    Bool(bool),
+    Int(i64),
+    Text(&'a str),
+    Owned(Rc<str>),
+    Messages(MessageRange),
+    /// Message by its index.
+    Message(usize),
+    Parts(&'a [TemplatePart<'a>]),
+    Part(&'a TemplatePart<'a>),
+    List(Rc<[TemplateValue<'a>]>),
+    Space(Rc<RefCell<Vec<(&'a str, TemplateValue<'a>)>>>),
+    Counter(LoopCounter),
+    /// Any other value, and texts inside it.
+    Other(Value),
+}
+
+/// Range of messages. It is small, because values are moved often.
+#[derive(Clone, Copy)]
+pub(super) struct MessageRange {
+    from: u32,
+    to: u32,
+    backwards: bool,
+}
+
+/// Position of a loop.
+#[derive(Clone, Copy)]
+pub(super) struct LoopCounter {
+    pub(super) index: u32,
+    pub(super) length: u32,
+    /// Iterated messages, if the loop iterates messages.
+    pub(super) over: Option<MessageRange>,
+}
+
+impl LoopCounter {
+    /// Returns the message at a distance from the current one.
+    pub(super) fn beside(self, away: i64) -> Result<Option<usize>, UnsupportedError> {
+        let over = self.over.ok_or(UnsupportedError)?;
+        let place = i64::from(self.index) + away;
+        Ok(if place < 0 { None } else { over.at(place) })
+    }
+}
+
+impl MessageRange {
+    pub(super) fn len(self) -> usize {
+        (self.to - self.from) as usize
+    }
+
+    /// Returns the index of a message. Negative places count from the end.
+    pub(super) fn at(self, place: i64) -> Option<usize> {
+        let place = position(place, self.len())?;
+        Some(if self.backwards {
+            self.to as usize - 1 - place
+        } else {
+            self.from as usize + place
+        })
+    }
+
+    pub(super) fn reversed(self) -> Self {
+        Self {
+            backwards: !self.backwards,
+            ..self
+        }
+    }
+
+    /// Returns the messages from `start` to `stop`, counted as in Python.
+    pub(super) fn cut(
+        self,
+        start: Option<i64>,
+        stop: Option<i64>,
+    ) -> Result<Self, UnsupportedError> {
+        if self.backwards {
+            return Err(UnsupportedError);
+        }
+        let length = self.len() as i64;
+        let clamp = |place: i64| {
+            if place < 0 {
+                (length + place).max(0)
+            } else {
+                place.min(length)
+            }
+        };
+        let start = clamp(start.unwrap_or(0));
+        let stop = clamp(stop.unwrap_or(length)).max(start);
+        Ok(Self {
+            from: self.from + start as u32,
+            to: self.from + stop as u32,
+            backwards: false,
+        })
+    }
+}
+
+/// Resolves an index into a list. Negative indices count from the end.
+pub(super) fn position(index: i64, length: usize) -> Option<usize> {
+    let place = if index < 0 {
+        length.checked_sub(index.unsigned_abs() as usize)?
+    } else {
+        index as usize
+    };
+    (place < length).then_some(place)
+}
+
+impl<'a> TemplateValue<'a> {
+    /// Creates the list of all messages.
+    pub(super) fn all(turns: &[TemplateMessage<'_>]) -> Self {
+        Self::Messages(MessageRange {
+            from: 0,
+            to: turns.len() as u32,
+            backwards: false,
+        })
+    }
+
+    pub(super) fn owned(text: impl AsRef<str>) -> Self {
+        Self::Owned(Rc::from(text.as_ref()))
+    }
+
+    /// Converts a value of minijinja.
+    pub(super) fn of(value: Value) -> Self {
+        match value.kind() {
+            ValueKind::Undefined => Self::Undefined,
+            ValueKind::None => Self::None,
+            ValueKind::Bool => Self::Bool(value.is_true()),
+            ValueKind::Number if value.is_integer() => {
+                value.as_i64().map_or(Self::Other(value), Self::Int)
+            }
+            _ => Self::Other(value),
+        }
+    }
+
+    /// Returns the text of a text.
+    pub(super) fn text(&self) -> Option<&str> {
+        match self {
+            Self::Text(text) => Some(text),
+            Self::Owned(text) => Some(text),
+            Self::Other(value) => value.as_str(),
+            _ => None,
+        }
+    }
+
+    /// Returns the messages of a range.
+    pub(super) fn messages(&self) -> Option<MessageRange> {
+        match self {
+            Self::Messages(messages) => Some(*messages),
+            _ => None,
+        }
+    }
+
+    pub(super) fn is_true(&self) -> Result<bool, UnsupportedError> {
+        Ok(match self {
+            Self::Undefined | Self::None => false,
+            Self::Bool(flag) => *flag,
+            Self::Int(number) => *number != 0,
+            Self::Text(text) => !text.is_empty(),
+            Self::Owned(text) => !text.is_empty(),
+            Self::Messages(messages) => messages.len() > 0,
+            Self::Parts(parts) => !parts.is_empty(),
+            Self::List(items) => !items.is_empty(),
+            // Messages and parts are never empty.
+            Self::Message(_) | Self::Part(_) => true,
+            Self::Other(value) => value.is_true(),
+            Self::Space(_) | Self::Counter(_) => return Err(UnsupportedError),
+        })
+    }
+
+    /// Returns true for equal values, if their types allow a comparison.
+    pub(super) fn equals(&self, other: &Self) -> Result<bool, UnsupportedError> {
+        if let (Some(one), Some(other)) = (self.text(), other.text()) {
+            return Ok(one == other);
+        }
+        let is_text = self.text().is_some() || other.text().is_some();
+        match (self, other) {
+            (Self::Int(one), Self::Int(other)) => Ok(one == other),
+            (Self::Bool(one), Self::Bool(other)) => Ok(one == other),
+            (Self::None, Self::None) => Ok(true),
+            (Self::Undefined | Self::None | Self::Int(_) | Self::Bool(_), _) if is_text => {
+                Ok(false)
+            }
+            (_, Self::Undefined | Self::None | Self::Int(_) | Self::Bool(_)) if is_text => {
+                Ok(false)
+            }
+            (Self::None, Self::Int(_) | Self::Bool(_))
+            | (Self::Int(_) | Self::Bool(_), Self::None) => Ok(false),
+            _ => Err(UnsupportedError),
+        }
+    }
+
+    pub(super) fn len(&self) -> Result<usize, UnsupportedError> {
+        match self {
+            Self::Messages(messages) => Ok(messages.len()),
+            Self::Parts(parts) => Ok(parts.len()),
+            Self::List(items) => Ok(items.len()),
+            Self::Other(value) if value.kind() == ValueKind::Seq => {
+                value.len().ok_or(UnsupportedError)
+            }
+            // Python counts characters.
+            _ => self
+                .text()
+                .map(|text| text.chars().count())
+                .ok_or(UnsupportedError),
+        }
+    }
+}
+
+/// Returns a field of a message, or an undefined value.
+pub(super) fn of_message<'a>(turn: &'a TemplateMessage<'a>, key: &str) -> TemplateValue<'a> {
+    match key {
+        "role" => TemplateValue::Text(turn.role),
+        "content" => match &turn.content {
+            TemplateContent::Text(text) => TemplateValue::Text(text),
+            TemplateContent::Parts(parts) => TemplateValue::Parts(parts),
+        },
+        _ => {
+            let found = turn.other_fields.iter().find(|(known, _)| *known == key);
+            found.map_or(TemplateValue::Undefined, |(_, value)| {
+                TemplateValue::of(value.clone())
+            })
+        }
+    }
+}
+
+/// Returns a field of a part, or an undefined value.
+pub(super) fn of_part<'a>(part: &'a TemplatePart<'a>, key: &str) -> TemplateValue<'a> {
+    match part.field(key) {
+        None => TemplateValue::Undefined,
+        Some(TemplateField::Text(text)) => TemplateValue::Text(text),
+        Some(TemplateField::Value(value)) => TemplateValue::of(value.clone()),
+    }
+}

@@ -1,0 +1,40 @@
+//! Prevents the fast library from starting threads. It distributes long texts over spinning
+//! threads, one for each available core, while the cores are busy with other requests. It reads the
+//! number of cores once, so the first call runs on a thread that is pinned to one core.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Runs `work` on a thread pinned to one core. Returns `None` if it panics.
+pub(super) fn run_on_one_core<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
+    std::thread::scope(|scope| {
+        let work = scope.spawn(|| {
+            pin_to_one_core();
+            // The library caches this number.
+            fastokens::fanout::threads();
+            catch_unwind(AssertUnwindSafe(work)).ok()
+        });
+        work.join().ok().flatten()
+    })
+}
+
+/// Returns true if the library uses one core.
+pub(super) fn is_single_threaded() -> bool {
+    fastokens::fanout::threads() <= 1
+}
+
+#[cfg(target_os = "linux")]
+fn pin_to_one_core() {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let Ok(all) = sched_getaffinity(None) else {
+        return;
+    };
+    if let Some(first) = (0..CpuSet::MAX_CPU).find(|core| all.is_set(*core)) {
+        let mut one = CpuSet::new();
+        one.set(first);
+        // If pinning is not permitted, the fast library is not used.
+        let _ = sched_setaffinity(None, &one);
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn keep_to_one_core() {}

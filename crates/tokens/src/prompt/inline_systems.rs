@@ -1,0 +1,111 @@
+//! System messages of `/v1/messages` that follow other messages. vLLM probes the template once with
+//! plain Jinja2. Templates that render such messages get them in place; for others they are merged
+//! into the first system message.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use minijinja::{Environment, ErrorKind, Value};
+
+use super::EncodeError;
+use super::python::{self, PythonDict};
+use super::template::{CompiledTemplate, TEMPLATE_NAME};
+use crate::openai::{ChatMessage, ChatPrompt, MessageContent};
+
+/// Treatment of system messages that follow other messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum InlineSystemMode {
+    /// They keep their positions.
+    InPlace,
+    /// Their text is appended to the first system message.
+    Merged,
+    /// It is unknown whether the template renders them.
+    Unknown,
+}
+
+impl InlineSystemMode {
+    /// Probes a template as vLLM does: without the functions that transformers adds.
+    pub(super) fn probe(env: &Environment<'static>) -> Self {
+        let mut plain = env.clone();
+        plain.remove_global("raise_exception");
+        plain.remove_global("strftime_now");
+        let message = |role| {
+            PythonDict::from_iter([("role", Value::from(role)), ("content", Value::from("t"))])
+                .into_value()
+        };
+        let messages = ["system", "user", "system", "user"].map(message).to_vec();
+        let variables = [
+            ("messages", python::list(messages)),
+            ("add_generation_prompt", Value::from(false)),
+        ];
+        let variables = PythonDict::from_iter(variables).into_value();
+        let render = || {
+            plain
+                .get_template(TEMPLATE_NAME)
+                .and_then(|template| template.render(variables))
+        };
+        match catch_unwind(AssertUnwindSafe(render)) {
+            Ok(Ok(_)) => Self::InPlace,
+            // Other errors may be specific to minijinja.
+            Ok(Err(error)) if error.kind() == ErrorKind::UnknownFunction => Self::Merged,
+            Ok(Err(_)) | Err(_) => Self::Unknown,
+        }
+    }
+
+    /// Combines the modes of a model's templates: messages are merged if any template does not
+    /// render them. vLLM probes these two.
+    pub(super) fn combine(named: &BTreeMap<String, CompiledTemplate>) -> Self {
+        let tried = ["default", "tool_use"]
+            .map(|name| named.get(name).map(|template| template.inline_systems));
+        let found = |wanted| tried.contains(&Some(wanted));
+        match (found(Self::Merged), found(Self::Unknown)) {
+            (true, _) => Self::Merged,
+            (false, true) => Self::Unknown,
+            (false, false) => Self::InPlace,
+        }
+    }
+
+    /// Returns the messages in the order that the template sees.
+    pub(super) fn arrange_messages(
+        self,
+        chat: &ChatPrompt,
+    ) -> Result<Cow<'_, [ChatMessage]>, EncodeError> {
+        let inline = chat
+            .messages
+            .iter()
+            .skip(1)
+            .any(|message| message.role == "system");
+        match self {
+            _ if !chat.allows_inline_system_messages || !inline => {
+                Ok(Cow::Borrowed(&chat.messages))
+            }
+            Self::InPlace => Ok(Cow::Borrowed(&chat.messages)),
+            Self::Merged => Ok(Cow::Owned(merge_system_messages(&chat.messages))),
+            Self::Unknown => Err(EncodeError::uncertain(
+                "whether the template renders inline system messages",
+            )),
+        }
+    }
+}
+
+fn merge_system_messages(messages: &[ChatMessage]) -> Vec<ChatMessage> {
+    let (systems, others): (Vec<_>, Vec<_>) = messages
+        .iter()
+        .partition(|message| message.role == "system");
+    let texts = systems
+        .into_iter()
+        .filter_map(|system| match &system.content {
+            Some(MessageContent::Text(text)) => Some(text.as_str()),
+            _ => None,
+        });
+    let content = Some(MessageContent::Text(texts.collect()));
+    let first = ChatMessage {
+        role: "system".to_owned(),
+        content,
+        ..ChatMessage::default()
+    };
+    std::iter::once(first)
+        .chain(others.into_iter().cloned())
+        .collect()
+}

@@ -1,0 +1,195 @@
+//! Prompts with media items. The engine repeats a placeholder token at the position of an item, as
+//! often as the item's size requires. It identifies the item by a content hash or the client's id.
+//! Both enter the block hashes.
+//!
+//! If size or id of an item cannot be determined here, the prompt is known only up to that item.
+
+pub mod config;
+mod content;
+mod expand;
+mod identity;
+mod image_header;
+mod size;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use super::PromptTokens;
+use crate::openai::{MediaItem, MediaModality};
+use warmroute_core::block::{ObjectHash, PromptObject};
+
+pub use config::{MediaConfig, MediaItemRule, TokenCountRule};
+pub(super) use expand::{common_prefix, expand_placeholders};
+use size::MediaTokenCounter;
+
+/// All or the first tokens of a prompt with media items.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MultimodalPrompt {
+    /// Token ids, with the resume points before the first item.
+    pub tokens: PromptTokens,
+    /// Items in these tokens, in order.
+    pub items: Vec<PlacedMediaItem>,
+    /// Minimum number of tokens of the whole prompt; an item of unknown size counts as one.
+    pub min_tokens: usize,
+    /// True if these are all tokens of the prompt.
+    pub is_complete: bool,
+}
+
+/// An item at its position in a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlacedMediaItem {
+    /// Modality of the item.
+    pub modality: MediaModality,
+    /// The engine's id of the item.
+    pub id: String,
+    /// Positions of its tokens.
+    pub range: Range<usize>,
+}
+
+impl MultimodalPrompt {
+    /// Returns the items in the form that block hashing needs.
+    pub fn objects(&self) -> Vec<PromptObject> {
+        let object = |item: &PlacedMediaItem| {
+            Some(PromptObject {
+                object: ObjectHash::from_identifier(&item.id)?,
+                ranges: vec![item.range.clone()],
+            })
+        };
+        self.items.iter().filter_map(object).collect()
+    }
+}
+
+/// Model argument with which the engines of a model were started. It enters the ids of media
+/// content.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum EngineModelName {
+    /// No engine reported it; most likely the model's name.
+    #[default]
+    Unreported,
+    /// All engines report this value.
+    Same(String),
+    /// The engines report different values, so an item has several ids.
+    Different,
+}
+
+/// An item with known id and size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ResolvedMediaItem {
+    pub(super) id: String,
+    pub(super) tokens: usize,
+}
+
+/// Placeholder rules of a model; empty if not configured.
+#[derive(Clone, Debug, Default)]
+pub(super) struct MediaRules {
+    /// Configured model argument of the engine.
+    configured_model: Option<String>,
+    /// Name of the model.
+    model_name: String,
+    image: Option<ModalityRule>,
+    audio: Option<ModalityRule>,
+    video: Option<ModalityRule>,
+}
+
+/// Placeholder rule of one modality.
+#[derive(Clone, Debug)]
+pub(super) struct ModalityRule {
+    pub(super) token: u32,
+    placeholder: Option<String>,
+    counter: MediaTokenCounter,
+}
+
+impl MediaRules {
+    /// Creates the rules of a configuration.
+    pub(super) fn new(
+        config: &MediaConfig,
+        name: &str,
+        id_of: impl Fn(&str) -> Option<u32>,
+    ) -> Result<Self, String> {
+        let placed = |rule: &Option<MediaItemRule>| -> Result<Option<ModalityRule>, String> {
+            let Some(rule) = rule else { return Ok(None) };
+            let token = id_of(&rule.token).ok_or_else(|| {
+                format!(
+                    "the tokenizer has no token `{}` for media placeholders",
+                    rule.token
+                )
+            })?;
+            Ok(Some(ModalityRule {
+                token,
+                placeholder: rule.placeholder.clone(),
+                counter: MediaTokenCounter::from_rule(rule)?,
+            }))
+        };
+        let rules = [
+            placed(&config.image)?,
+            placed(&config.audio)?,
+            placed(&config.video)?,
+        ];
+        let tokens: Vec<u32> = rules.iter().flatten().map(|placed| placed.token).collect();
+        if tokens
+            .iter()
+            .enumerate()
+            .any(|(at, token)| tokens[..at].contains(token))
+        {
+            return Err("one token is the placeholder of two modalities".to_owned());
+        }
+        let [image, audio, video] = rules;
+        Ok(Self {
+            configured_model: config.model.clone(),
+            model_name: name.to_owned(),
+            image,
+            audio,
+            video,
+        })
+    }
+
+    /// Returns the rule of a modality.
+    pub(super) fn rule_for(&self, modality: MediaModality) -> Option<&ModalityRule> {
+        match modality {
+            MediaModality::Image => self.image.as_ref(),
+            MediaModality::Audio => self.audio.as_ref(),
+            MediaModality::Video => self.video.as_ref(),
+        }
+    }
+
+    /// Returns the text that the engine inserts for the item of this number, for templates that
+    /// take strings.
+    pub(super) fn placeholder(&self, modality: MediaModality, number: usize) -> Option<String> {
+        let text = self.rule_for(modality)?.placeholder.as_ref()?;
+        Some(text.replace("{i}", &number.to_string()))
+    }
+
+    /// Returns the engine's id and token count of an item, if both are known. For an item without
+    /// content, the engine may not know the id and then rejects the request.
+    pub(super) fn resolve_item(
+        &self,
+        media: &MediaItem,
+        engine_model: &EngineModelName,
+    ) -> Option<ResolvedMediaItem> {
+        let count = self.rule_for(media.modality)?.counter;
+        let data = content::base64_of(media.source.as_ref()?);
+        if let Some(id) = &media.uuid {
+            let picture = data
+                .filter(|_| count.needs_size())
+                .and_then(content::read_image_header);
+            return Some(ResolvedMediaItem {
+                id: id.clone(),
+                tokens: count.count_tokens(picture)?,
+            });
+        }
+        // The engine's id of audio and video depends on its decoder.
+        let data = data.filter(|_| media.modality == MediaModality::Image)?;
+        let picture = content::read_image_header(data)?;
+        let tokens = count.count_tokens(Some(picture))?;
+        let model = match (&self.configured_model, engine_model) {
+            (Some(model), _) | (None, EngineModelName::Same(model)) => model,
+            (None, EngineModelName::Unreported) => &self.model_name,
+            (None, EngineModelName::Different) => return None,
+        };
+        Some(ResolvedMediaItem {
+            id: identity::image_id(model, picture.is_rgb?, data)?,
+            tokens,
+        })
+    }
+}

@@ -1,0 +1,489 @@
+//! Model files: tokenizer, tokenizer configuration, special tokens and chat templates, read as
+//! transformers reads them. Files that contradict each other are rejected, because the engine
+//! resolves the conflict in its own way.
+
+mod fingerprint;
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use flate2::read::GzDecoder;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use thiserror::Error;
+use tokenizers::Tokenizer;
+
+use super::rebuild::{self, AddedTokens, TokenizerClass, TokenizerMetadata};
+use super::{Config, EngineKind, ModelTraits, TransformersVersion, sglang};
+pub use fingerprint::ModelFingerprint;
+
+/// A model's files cannot be used.
+#[derive(Debug, Error)]
+pub enum LoadError {
+    /// A file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// A file has unexpected content.
+    #[error("{}: {problem}", path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        problem: String,
+    },
+    /// A chat template cannot be reproduced exactly.
+    #[error("{}: chat template `{name}`: {problem}", path.display())]
+    Template {
+        /// The template's file.
+        path: PathBuf,
+        /// The template's name.
+        name: String,
+        /// The unsupported feature or the mistake.
+        problem: String,
+    },
+}
+
+impl LoadError {
+    /// Returns the affected file.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Read { path, .. } | Self::Content { path, .. } | Self::Template { path, .. } => {
+                path
+            }
+        }
+    }
+}
+
+/// Names of the special tokens in templates.
+pub(super) const SPECIAL_TOKENS: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+];
+
+/// Content of a model's files.
+pub(super) struct ModelFiles {
+    pub tokenizer: Tokenizer,
+    pub templates: Option<TemplateSources>,
+    pub special_tokens: Vec<(&'static str, String)>,
+    /// Reason why it is uncertain which special tokens the engine adds.
+    pub special_tokens_mismatch: Option<String>,
+}
+
+/// Chat templates by name, and their file.
+pub(super) struct TemplateSources {
+    pub path: PathBuf,
+    pub named: Vec<(String, String)>,
+}
+
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    #[serde(default)]
+    chat_template: Option<ChatTemplateField>,
+    #[serde(default)]
+    add_bos_token: Option<bool>,
+    #[serde(default)]
+    add_eos_token: Option<bool>,
+    #[serde(default)]
+    split_special_tokens: Option<bool>,
+    #[serde(default)]
+    tokenizer_class: Option<String>,
+    #[serde(default)]
+    legacy: Option<bool>,
+    #[serde(default)]
+    add_prefix_space: Option<bool>,
+    #[serde(default)]
+    auto_map: Option<Value>,
+    #[serde(default)]
+    fix_mistral_regex: Option<bool>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum ChatTemplateField {
+    One(String),
+    Named(Vec<NamedTemplate>),
+}
+
+#[derive(Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+/// Name of the model configuration next to the tokenizer.
+const MODEL_CONFIG_NAME: &str = "config.json";
+
+#[derive(Default, Deserialize)]
+struct ModelConfigFile {
+    #[serde(default)]
+    model_type: Option<String>,
+    #[serde(default)]
+    tokenizer_class: Option<String>,
+}
+
+/// Reads `config.json` of the model. Only transformers 5 uses it.
+fn read_model_config(
+    folder: &Path,
+    transformers: TransformersVersion,
+) -> Result<ModelConfigFile, LoadError> {
+    find_file(folder, MODEL_CONFIG_NAME)
+        .filter(|_| transformers == TransformersVersion::V5)
+        .as_deref()
+        .map(read_json)
+        .transpose()
+        .map(Option::unwrap_or_default)
+}
+
+pub(super) fn load(config: &Config, traits: &ModelTraits) -> Result<ModelFiles, LoadError> {
+    let bytes = read_file(&config.tokenizer)?;
+    let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
+    check_tokenizer_file(&config.tokenizer, &bytes)?;
+    let config_path = config
+        .tokenizer_config
+        .clone()
+        .or_else(|| find_file(folder, "tokenizer_config.json"));
+    let raw_config: Map<String, Value> = config_path
+        .as_deref()
+        .map(read_json)
+        .transpose()?
+        .unwrap_or_default();
+    let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
+    let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
+    let content = |problem: String| LoadError::Content {
+        path: config_path.clone(),
+        problem,
+    };
+    let settings: TokenizerConfig =
+        TokenizerConfig::deserialize(&raw_config).map_err(|error| content(error.to_string()))?;
+    let raw_config = with_special_tokens_map(raw_config, &config_folder)?;
+
+    let model = read_model_config(&config_folder, traits.transformers)?;
+    let named = settings
+        .tokenizer_class
+        .as_deref()
+        .or(model.tokenizer_class.as_deref());
+    let metadata = TokenizerMetadata {
+        configured_class: traits.tokenizer_class.as_deref(),
+        class: named,
+        model_type: model.model_type.as_deref(),
+        legacy: settings.legacy,
+        add_prefix_space: settings.add_prefix_space,
+        unk_token: raw_config.get("unk_token").and_then(token_text),
+        engine: traits.engine,
+        transformers: traits.transformers,
+    };
+    settings.check_custom_code(&metadata).map_err(content)?;
+    let class = metadata.resolve_class().map_err(content)?;
+    let mut tokenizer = build_tokenizer(&config.tokenizer, bytes, &raw_config, class, &metadata)?;
+    tokenizer.set_encode_special_tokens(settings.split_special_tokens.unwrap_or(false));
+    check_added_tokens(&tokenizer, &raw_config, &config_path)?;
+    let special_tokens = special_tokens(class, &raw_config);
+    let special_tokens_mismatch =
+        find_special_tokens_mismatch(&tokenizer, &settings, &special_tokens, traits.engine);
+    let templates = read_templates(
+        config,
+        traits.engine,
+        settings.chat_template,
+        &config_path,
+        &config_folder,
+    )?;
+    Ok(ModelFiles {
+        tokenizer,
+        templates,
+        special_tokens,
+        special_tokens_mismatch,
+    })
+}
+
+impl TokenizerConfig {
+    /// Rejects tokenizers that run the model's own code.
+    fn check_custom_code(&self, metadata: &TokenizerMetadata<'_>) -> Result<(), String> {
+        let of_tokenizer = |map: &Value| {
+            map.is_array() || map.get("AutoTokenizer").is_some_and(|code| !code.is_null())
+        };
+        let requested = metadata.configured_class.is_none() && !metadata.is_as_written();
+        if requested && self.auto_map.as_ref().is_some_and(of_tokenizer) {
+            return Err("the tokenizer is custom code of the model (auto_map), which engines run with --trust-remote-code: \
+                        set their class as `tokenizer_class` of the model (TokenizersBackend: tokenizer.json unchanged)"
+                .to_owned());
+        }
+        match self.fix_mistral_regex {
+            Some(true) => Err("fix_mistral_regex is not supported".to_owned()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Rejects a file that is not a `tokenizer.json` and suggests the file that was probably meant.
+fn check_tokenizer_file(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
+    #[derive(Deserialize)]
+    struct TokenizerShape {
+        model: Option<serde::de::IgnoredAny>,
+    }
+    let problem = if bytes.is_empty() {
+        "the file is empty; copy it again".to_owned()
+    } else if bytes.starts_with(b"version https://git-lfs") {
+        "the file is a git-lfs pointer; run `git lfs pull`".to_owned()
+    } else if let Ok(TokenizerShape { model: None }) = serde_json::from_slice(bytes) {
+        let meant = path
+            .parent()
+            .and_then(|folder| find_file(folder, "tokenizer.json"))
+            .filter(|meant| meant != path);
+        let hint = meant.map_or(String::new(), |meant| {
+            format!("; did you mean {}?", meant.display())
+        });
+        format!("the file is not a tokenizer.json: it has no `model`{hint}")
+    } else {
+        return Ok(());
+    };
+    Err(LoadError::Content {
+        path: path.to_owned(),
+        problem,
+    })
+}
+
+/// Adds the special tokens of the older file, which transformers reads if no added tokens are
+/// listed.
+fn with_special_tokens_map(
+    mut written: Map<String, Value>,
+    folder: &Path,
+) -> Result<Map<String, Value>, LoadError> {
+    if written.contains_key("added_tokens_decoder") {
+        return Ok(written);
+    }
+    let map: Map<String, Value> = find_file(folder, "special_tokens_map.json")
+        .as_deref()
+        .map(read_json)
+        .transpose()?
+        .unwrap_or_default();
+    for (key, mut value) in map {
+        if value.get("content").is_some() {
+            value["special"] = Value::Bool(true);
+        }
+        written.insert(key, value);
+    }
+    Ok(written)
+}
+
+fn build_tokenizer(
+    path: &Path,
+    mut bytes: Vec<u8>,
+    written: &Map<String, Value>,
+    class: TokenizerClass,
+    metadata: &TokenizerMetadata<'_>,
+) -> Result<Tokenizer, LoadError> {
+    let content = |error: tokenizers::Error| LoadError::Content {
+        path: path.to_owned(),
+        problem: error.to_string(),
+    };
+    // Parsed a second time only if it is changed, because it may have megabytes.
+    let parsed = |bytes: &[u8]| {
+        serde_json::from_slice::<Value>(bytes).map_err(|error| content(error.into()))
+    };
+    if metadata.lacks_model_type() {
+        metadata
+            .check_without_model_type(&parsed(&bytes)?)
+            .map_err(|problem| content(problem.into()))?;
+    }
+    let added = if class == TokenizerClass::AsWritten {
+        AddedTokens::new(class, written, &Value::Null)
+    } else {
+        let mut whole = parsed(&bytes)?;
+        let added = AddedTokens::new(class, written, &whole);
+        rebuild::rebuild(&mut whole, class, metadata).map_err(|problem| content(problem.into()))?;
+        bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;
+        added
+    };
+    let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(content)?;
+    added.add_to(&mut tokenizer).map_err(content)?;
+    tokenizer.with_truncation(None).map_err(content)?;
+    tokenizer.with_padding(None);
+    Ok(tokenizer)
+}
+
+/// Rejects configured added tokens that the tokenizer lacks. The engine adds them in an order of
+/// its own.
+fn check_added_tokens(
+    tokenizer: &Tokenizer,
+    written: &Map<String, Value>,
+    path: &Path,
+) -> Result<(), LoadError> {
+    let listed = written
+        .get("added_tokens_decoder")
+        .and_then(Value::as_object);
+    for (id, token) in listed.into_iter().flatten() {
+        let Some(content) = token.get("content").and_then(Value::as_str) else {
+            continue;
+        };
+        if tokenizer
+            .token_to_id(content)
+            .map(|known| known.to_string())
+            .as_deref()
+            != Some(id.as_str())
+        {
+            let problem = format!("added token {id} `{content}` is not the same in the tokenizer");
+            return Err(LoadError::Content {
+                path: path.to_owned(),
+                problem,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Returns the special tokens as templates see them.
+fn special_tokens(
+    class: TokenizerClass,
+    written: &Map<String, Value>,
+) -> Vec<(&'static str, String)> {
+    let by_default = |name: &str| {
+        class
+            .special_tokens()
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|(_, token)| *token)
+    };
+    let token = |name: &'static str| {
+        let text = match written.get(name) {
+            Some(token) => token_text(token),
+            None => by_default(name),
+        };
+        Some((name, text?.to_owned()))
+    };
+    SPECIAL_TOKENS.into_iter().filter_map(token).collect()
+}
+
+fn token_text(token: &Value) -> Option<&str> {
+    token.as_str().or_else(|| token.get("content")?.as_str())
+}
+
+/// Detects a BOS or EOS token that the configuration requests and `tokenizer.json` does not add, or
+/// the reverse.
+fn find_special_tokens_mismatch(
+    tokenizer: &Tokenizer,
+    settings: &TokenizerConfig,
+    special: &[(&'static str, String)],
+    engine: EngineKind,
+) -> Option<String> {
+    let added = tokenizer.encode_fast("", true).ok()?;
+    let check = |requested: Option<bool>, name: &str, setting: &str| {
+        let requested = requested?;
+        let token = special
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|(_, token)| token)?;
+        let adds = tokenizer
+            .token_to_id(token)
+            .is_some_and(|id| added.get_ids().contains(&id));
+        (requested != adds).then(|| {
+            format!("{setting} is {requested}, but the tokenizer's post-processor says otherwise")
+        })
+    };
+    // For these classes, SGLang restores settings that transformers 5 drops. Absent settings count
+    // as true.
+    let class = settings
+        .tokenizer_class
+        .as_deref()
+        .map(|class| class.trim_end_matches("Fast"));
+    let restored = [
+        "LlamaTokenizer",
+        "CodeLlamaTokenizer",
+        "GemmaTokenizer",
+        "CohereTokenizer",
+    ];
+    let by_default = (engine == EngineKind::Sglang
+        && class.is_some_and(|class| restored.contains(&class)))
+    .then_some(true);
+    check(
+        settings.add_bos_token.or(by_default),
+        "bos_token",
+        "add_bos_token",
+    )
+    .or_else(|| check(settings.add_eos_token, "eos_token", "add_eos_token"))
+}
+
+/// Reads the chat templates in order of precedence: the operator's, `chat_template.jinja`, the
+/// configuration's.
+fn read_templates(
+    config: &Config,
+    engine: EngineKind,
+    configured: Option<ChatTemplateField>,
+    config_path: &Path,
+    folder: &Path,
+) -> Result<Option<TemplateSources>, LoadError> {
+    let file = config
+        .chat_template
+        .clone()
+        .or_else(|| find_file(folder, "chat_template.jinja"));
+    if let Some(path) = file {
+        let source = String::from_utf8(read_file(&path)?).map_err(|error| LoadError::Content {
+            path: path.clone(),
+            problem: error.to_string(),
+        })?;
+        let given = engine == EngineKind::Sglang && config.chat_template.is_some();
+        let source = if given {
+            sglang::read_template_file(&source)
+        } else {
+            source
+        };
+        return Ok(Some(TemplateSources {
+            path,
+            named: vec![("default".to_owned(), source)],
+        }));
+    }
+    let named = match configured {
+        None => return Ok(None),
+        Some(ChatTemplateField::One(source)) => vec![("default".to_owned(), source)],
+        Some(ChatTemplateField::Named(list)) => list
+            .into_iter()
+            .map(|named| (named.name, named.template))
+            .collect(),
+    };
+    Ok(Some(TemplateSources {
+        path: config_path.to_owned(),
+        named,
+    }))
+}
+
+/// Returns a file in the folder, plain or compressed.
+fn find_file(folder: &Path, name: &str) -> Option<PathBuf> {
+    [name.to_owned(), format!("{name}.gz")]
+        .into_iter()
+        .map(|name| folder.join(name))
+        .find(|path| path.is_file())
+}
+
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
+    serde_json::from_slice(&read_file(path)?).map_err(|error| LoadError::Content {
+        path: path.to_owned(),
+        problem: error.to_string(),
+    })
+}
+
+fn read_file(path: &Path) -> Result<Vec<u8>, LoadError> {
+    let failed = |source| LoadError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = fs::read(path).map_err(failed)?;
+    if !bytes.starts_with(&[0x1f, 0x8b]) {
+        return Ok(bytes);
+    }
+    let mut plain = Vec::new();
+    GzDecoder::new(bytes.as_slice())
+        .read_to_end(&mut plain)
+        .map_err(failed)?;
+    Ok(plain)
+}

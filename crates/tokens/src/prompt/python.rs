@@ -1,0 +1,477 @@
+//! Template values with the string conversions of Python. Chat templates are written against
+//! Python's `str`, `repr` and `json.dumps`. If minijinja would print something else, or Python's
+//! output depends on its Unicode tables, the output contains [`POISON`] and rendering fails.
+
+use std::fmt::{self, Write};
+use std::sync::Arc;
+
+use super::{EncodeError, number};
+use crate::openai::JsonValue;
+use hashbrown::HashMap;
+use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};
+use minijinja::{Error, ErrorKind, Value};
+
+/// Marks text that cannot be printed as in Python. Rendering fails if the output contains it, also
+/// for a request that contains it itself.
+pub(super) const POISON: &str = "\u{10ffff}?\u{10ffff}";
+
+/// Larger dicts use a hash table, so that no request makes lookups slow.
+const MAX_SCANNED_ENTRIES: usize = 8;
+
+/// A Python `dict` with string keys, in insertion order.
+#[derive(Debug, Default)]
+pub(super) struct PythonDict {
+    entries: Vec<(Arc<str>, Value)>,
+    positions: HashMap<Arc<str>, usize>,
+}
+
+impl PythonDict {
+    /// Adds an entry; the key must be new.
+    pub(super) fn push(&mut self, key: &str, value: Value) {
+        let key: Arc<str> = Arc::from(key);
+        self.entries.push((Arc::clone(&key), value));
+        if self.entries.len() == MAX_SCANNED_ENTRIES + 1 {
+            self.positions = self
+                .entries
+                .iter()
+                .enumerate()
+                .map(|(place, (key, _))| (Arc::clone(key), place))
+                .collect();
+        } else if self.entries.len() > MAX_SCANNED_ENTRIES {
+            self.positions.insert(key, self.entries.len() - 1);
+        }
+    }
+
+    pub(super) fn into_value(self) -> Value {
+        Value::from_object(self)
+    }
+
+    fn position(&self, key: &str) -> Option<usize> {
+        if self.entries.len() > MAX_SCANNED_ENTRIES {
+            return self.positions.get(key).copied();
+        }
+        self.entries.iter().position(|(known, _)| &**known == key)
+    }
+}
+
+impl<'k> FromIterator<(&'k str, Value)> for PythonDict {
+    fn from_iter<I: IntoIterator<Item = (&'k str, Value)>>(entries: I) -> Self {
+        let mut dict = Self::default();
+        for (key, value) in entries {
+            dict.push(key, value);
+        }
+        dict
+    }
+}
+
+impl Object for PythonDict {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.position(key.as_str()?)
+            .map(|place| self.entries[place].1.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        self.mapped_enumerator(|this| {
+            Box::new(
+                this.entries
+                    .iter()
+                    .map(|(key, _)| Value::from(Arc::clone(key))),
+            )
+        })
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        Some(self.entries.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A Python `list` or `tuple`; they are printed differently.
+#[derive(Debug)]
+struct PythonSequence {
+    values: Vec<Value>,
+    brackets: (char, char),
+}
+
+impl Object for PythonSequence {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.values.get(key.as_usize()?).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(self.values.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A float that minijinja prints differently from Python: very large, very small or not finite.
+#[derive(Debug)]
+struct UncommonFloat(f64);
+
+impl Object for UncommonFloat {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Plain
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&float_text(self.0, &REPR_NAMES))
+    }
+}
+
+/// Returns true if minijinja prints a float as Python does.
+fn is_common(number: f64) -> bool {
+    number.is_finite() && Value::from(number).to_string() == number::repr(number)
+}
+
+fn float(number: f64) -> Value {
+    if is_common(number) {
+        Value::from(number)
+    } else {
+        Value::from_object(UncommonFloat(number))
+    }
+}
+
+/// Returns true if a value contains an [`UncommonFloat`]. minijinja compares it as an object,
+/// Python as a number.
+fn contains_uncommon_float(json: &JsonValue) -> bool {
+    match json {
+        JsonValue::Float(number) => !is_common(*number),
+        JsonValue::Array(items) => items.iter().any(contains_uncommon_float),
+        JsonValue::Object(object) => object.values().any(contains_uncommon_float),
+        JsonValue::Null | JsonValue::Bool(_) | JsonValue::Integer(_) => false,
+        JsonValue::String(_) | JsonValue::Unknown(_) => false,
+    }
+}
+
+/// Returns true for Python numbers, which include booleans.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Number | ValueKind::Bool) || is_float(value)
+}
+
+/// Returns true for floats.
+pub(super) fn is_float(value: &Value) -> bool {
+    let common = value.kind() == ValueKind::Number && !value.is_integer();
+    common || value.downcast_object_ref::<UncommonFloat>().is_some()
+}
+
+/// Brackets of a list, including minijinja's own lists.
+const SQUARE_BRACKETS: (char, char) = ('[', ']');
+
+/// Creates a list.
+pub(super) fn list(values: Vec<Value>) -> Value {
+    Value::from_object(PythonSequence {
+        values,
+        brackets: SQUARE_BRACKETS,
+    })
+}
+
+/// Creates a tuple of two or more values.
+pub(super) fn tuple(values: Vec<Value>) -> Value {
+    Value::from_object(PythonSequence {
+        values,
+        brackets: ('(', ')'),
+    })
+}
+
+/// Converts JSON as Python's `json.loads` does.
+pub(super) fn value(json: &JsonValue) -> Result<Value, EncodeError> {
+    Ok(match json {
+        JsonValue::Null => Value::from(()),
+        JsonValue::Bool(flag) => Value::from(*flag),
+        JsonValue::Integer(number) => match (i64::try_from(*number), u64::try_from(*number)) {
+            (Ok(short), _) => Value::from(short),
+            (_, Ok(short)) => Value::from(short),
+            _ => Value::from(*number),
+        },
+        JsonValue::Float(number) => float(*number),
+        JsonValue::String(text) => Value::from(text.as_str()),
+        JsonValue::Array(items) => list(items.iter().map(value).collect::<Result<_, _>>()?),
+        JsonValue::Object(object) => {
+            let mut dict = PythonDict::default();
+            for (key, item) in object {
+                dict.push(key, value(item)?);
+            }
+            dict.into_value()
+        }
+        JsonValue::Unknown(why) => return Err(EncodeError::uncertain(*why)),
+    })
+}
+
+/// Converts JSON for a variable that a template may compare with other values.
+pub(super) fn comparable_value(json: &JsonValue) -> Result<Value, EncodeError> {
+    if contains_uncommon_float(json) {
+        return Err(EncodeError::uncertain(
+            "a float that the template engine cannot compare as Python does",
+        ));
+    }
+    value(json)
+}
+
+/// Python's `str(value)`, as `{{ value }}` prints it.
+pub(super) fn text(value: &Value) -> String {
+    match value.as_str() {
+        Some(text) => text.to_owned(),
+        None if value.is_undefined() => String::new(),
+        None => repr(value),
+    }
+}
+
+/// Python's `repr(value)`.
+fn repr(value: &Value) -> String {
+    let mut out = String::new();
+    write_repr(&mut out, value, 0);
+    out
+}
+
+fn write_repr(out: &mut String, value: &Value, depth: usize) {
+    if depth > 128 {
+        return out.push_str(POISON);
+    }
+    if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
+        return out.push_str(&float_text(*number, &REPR_NAMES));
+    }
+    match value.kind() {
+        ValueKind::None | ValueKind::Bool => out.push_str(&value.to_string()),
+        ValueKind::Number => out.push_str(&number_text(value, &REPR_NAMES)),
+        ValueKind::String => write_quoted(out, value.as_str().unwrap_or_default()),
+        ValueKind::Seq => write_items(out, value, depth),
+        ValueKind::Map => write_pairs(out, value, depth),
+        _ => out.push_str(POISON),
+    }
+}
+
+fn write_items(out: &mut String, value: &Value, depth: usize) {
+    let (open, close) = value
+        .downcast_object_ref::<PythonSequence>()
+        .map_or(SQUARE_BRACKETS, |sequence| sequence.brackets);
+    out.push(open);
+    for (place, item) in value.try_iter().into_iter().flatten().enumerate() {
+        out.push_str(if place > 0 { ", " } else { "" });
+        write_repr(out, &item, depth + 1);
+    }
+    out.push(close);
+}
+
+fn write_pairs(out: &mut String, value: &Value, depth: usize) {
+    out.push('{');
+    for (place, key) in value.try_iter().into_iter().flatten().enumerate() {
+        out.push_str(if place > 0 { ", " } else { "" });
+        write_repr(out, &key, depth + 1);
+        out.push_str(": ");
+        write_repr(out, &value.get_item(&key).unwrap_or_default(), depth + 1);
+    }
+    out.push('}');
+}
+
+/// Names of non-finite numbers.
+struct NonFiniteNames {
+    nan: &'static str,
+    infinity: &'static str,
+    negative: &'static str,
+}
+
+/// Names that `repr` prints.
+const REPR_NAMES: NonFiniteNames = NonFiniteNames {
+    nan: "nan",
+    infinity: "inf",
+    negative: "-inf",
+};
+
+/// Names that `json.dumps` prints.
+const JSON_NAMES: NonFiniteNames = NonFiniteNames {
+    nan: "NaN",
+    infinity: "Infinity",
+    negative: "-Infinity",
+};
+
+fn number_text(value: &Value, names: &NonFiniteNames) -> String {
+    if value.is_integer() {
+        return value.to_string();
+    }
+    f64::try_from(value.clone())
+        .map_or_else(|_| POISON.to_owned(), |number| float_text(number, names))
+}
+
+fn float_text(number: f64, names: &NonFiniteNames) -> String {
+    match number {
+        _ if number.is_finite() => number::repr(number),
+        _ if number.is_nan() => names.nan.to_owned(),
+        _ if number > 0.0 => names.infinity.to_owned(),
+        _ => names.negative.to_owned(),
+    }
+}
+
+/// Writes a quoted string. Python's escaping beyond ASCII depends on its Unicode tables; letters
+/// and digits are never escaped.
+fn write_quoted(out: &mut String, text: &str) {
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
+    out.push(quote);
+    for c in text.chars() {
+        match c {
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            c if c == quote => out.extend(['\\', c]),
+            ' '..='~' => out.push(c),
+            '\0'..='\u{1f}' | '\u{7f}'..='\u{a0}' | '\u{ad}' => {
+                out.push_str(&format!("\\x{:02x}", u32::from(c)))
+            }
+            '\u{a1}'..='\u{ff}' => out.push(c),
+            c if c.is_alphanumeric() => out.push(c),
+            _ => out.push_str(POISON),
+        }
+    }
+    out.push(quote);
+}
+
+/// Output format of `json.dumps`.
+struct JsonLayout {
+    ensure_ascii: bool,
+    sort_keys: bool,
+    indent: Option<String>,
+    item: String,
+    key: String,
+}
+
+/// The filter `tojson` of transformers: `json.dumps` with `ensure_ascii` off and no HTML escaping.
+pub(super) fn tojson(
+    value: &Value,
+    ensure_ascii: Option<bool>,
+    options: &Kwargs,
+) -> Result<String, Error> {
+    let indent = match options.get::<Option<Value>>("indent")? {
+        None => None,
+        Some(none) if none.is_none() => None,
+        Some(text) if text.as_str().is_some() => text.as_str().map(str::to_owned),
+        Some(width) => Some(" ".repeat(i64::try_from(width)?.clamp(0, 64).unsigned_abs() as usize)),
+    };
+    let separators = options
+        .get::<Option<Value>>("separators")?
+        .filter(|value| !value.is_none());
+    let separator = |place: usize, default: &str| match &separators {
+        None => Ok(default.to_owned()),
+        Some(pair) => pair
+            .get_item(&Value::from(place))
+            .map(|text| self::text(&text)),
+    };
+    let layout = JsonLayout {
+        ensure_ascii: options
+            .get::<Option<bool>>("ensure_ascii")?
+            .or(ensure_ascii)
+            .unwrap_or(false),
+        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        item: separator(0, if indent.is_some() { "," } else { ", " })?,
+        key: separator(1, ": ")?,
+        indent,
+    };
+    options.assert_all_used()?;
+    let mut out = String::new();
+    layout.write(&mut out, value, 0)?;
+    Ok(out)
+}
+
+impl JsonLayout {
+    fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+        let refused = |what: String| Err(Error::new(ErrorKind::InvalidOperation, what));
+        if depth > 256 {
+            return refused("JSON is nested too deeply".to_owned());
+        }
+        if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
+            out.push_str(&float_text(*number, &JSON_NAMES));
+            return Ok(());
+        }
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => out.push_str(&number_text(value, &JSON_NAMES)),
+            ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<_> = value.try_iter()?.map(|item| (None, item)).collect();
+                self.write_all(out, ('[', ']'), depth, &items)?;
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.collect();
+                if keys.iter().any(|key| key.as_str().is_none()) {
+                    return refused("a key is not a string".to_owned());
+                }
+                if self.sort_keys {
+                    keys.sort_by(|a, b| a.as_str().cmp(&b.as_str()));
+                }
+                let item = |key: Value| value.get_item(&key).map(|item| (Some(key), item));
+                let items: Vec<_> = keys.into_iter().map(item).collect::<Result<_, _>>()?;
+                self.write_all(out, ('{', '}'), depth, &items)?;
+            }
+            kind => return refused(format!("{kind} is not JSON")),
+        }
+        Ok(())
+    }
+
+    fn write_all(
+        &self,
+        out: &mut String,
+        brackets: (char, char),
+        depth: usize,
+        items: &[(Option<Value>, Value)],
+    ) -> Result<(), Error> {
+        let newline = |out: &mut String, depth: usize| {
+            if let (Some(indent), false) = (&self.indent, items.is_empty()) {
+                out.push('\n');
+                out.push_str(&indent.repeat(depth));
+            }
+        };
+        out.push(brackets.0);
+        for (place, (key, item)) in items.iter().enumerate() {
+            out.push_str(if place > 0 { &self.item } else { "" });
+            newline(out, depth + 1);
+            if let Some(key) = key {
+                self.write_string(out, key.as_str().unwrap_or_default());
+                out.push_str(&self.key);
+            }
+            self.write(out, item, depth + 1)?;
+        }
+        newline(out, depth);
+        out.push(brackets.1);
+        Ok(())
+    }
+
+    fn write_string(&self, out: &mut String, text: &str) {
+        out.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => out.push_str("\\\""),
+                '\\' => out.push_str("\\\\"),
+                '\n' => out.push_str("\\n"),
+                '\r' => out.push_str("\\r"),
+                '\t' => out.push_str("\\t"),
+                '\u{8}' => out.push_str("\\b"),
+                '\u{c}' => out.push_str("\\f"),
+                '\0'..='\u{1f}' => write_escape(out, c),
+                ' '..='~' => out.push(c),
+                c if self.ensure_ascii => write_escape(out, c),
+                c => out.push(c),
+            }
+        }
+        out.push('"');
+    }
+}
+
+fn write_escape(out: &mut String, c: char) {
+    for unit in c.encode_utf16(&mut [0; 2]) {
+        let _infallible = write!(out, "\\u{unit:04x}");
+    }
+}

@@ -1,0 +1,328 @@
+//! Reuse of the tokens of earlier prompts. The prompt of the next turn begins with the prompt of
+//! this turn, so the common part need not be tokenized again.
+//!
+//! A text is split after certain added tokens, its *boundary tokens*. The tokens of each piece are
+//! cached under a hash of the text from the beginning to that boundary. The cache also stores the
+//! hashes of the blocks that end in the piece.
+//!
+//! # Correctness
+//! The tokenizer first searches the raw text for its added tokens that are not normalized, leftmost
+//! and longest first, and removes them. The text between two of them is normalized, split and
+//! tokenized independently: neither normalizer nor pre-tokenizer nor model sees beyond its piece.
+//! The only position that matters is whether a piece is the first (`Metaspace` with `first`). So,
+//! with `E` an added token,
+//!
+//! > tokens(`a E b`) = tokens(`a E`), then tokens(`E b`) without the first, which is that of `E`,
+//!
+//! if this `E` is matched in `a E b` and in `E b` for all `a` and `b`. It is matched if no other of
+//! these added tokens contains it, and none (itself included) ends with a prefix of `E`. Then any
+//! match before `E` ends before it, and no longer match begins at its first byte. The search
+//! continues after `E` without state. White space that later tokens strip on their left ends at `E`
+//! at the latest. White space that `E` strips on its right is in `b` and is stripped from `E b` as
+//! well.
+//!
+//! A token with `single_word` depends on `b` and is no boundary. Other such tokens inspect at most
+//! the last character of `E`, which `E b` contains. `E b` is tokenized with `E` in front so that
+//! `b` is not the beginning of a text.
+//!
+//! Normalized added tokens are matched later, in each piece, and are no boundaries. Tokenizers with
+//! unsupported parts or randomness (dropout, sampling) are not resumed ([`tokenizer_parts`]).
+
+mod boundary_tokens;
+mod cache;
+mod prompt_tokens;
+mod tokenizer_parts;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use highway::{HighwayHash as _, HighwayHasher, Key};
+use tokenizers::Tokenizer;
+
+use super::fast::VerifiedTokenizer;
+use super::pieces::{self, LeadingTokens, StopReason, TokenBudget};
+use boundary_tokens::{BoundaryTokens, ResumePoint};
+use cache::CachedPiece;
+pub use cache::PromptCache;
+pub use prompt_tokens::PromptTokens;
+use prompt_tokens::PromptTrail;
+pub(super) use tokenizer_parts::{SpecialTokenFrame, check_parts, find_frame};
+
+/// Separates text hashes from other uses of the key.
+const TEXT_DOMAIN: &[u8] = b"text";
+
+/// Secret key of the hashes. Without it, clients cannot construct texts with equal hashes.
+#[derive(Clone, Copy)]
+struct HashKey([u64; 4]);
+
+/// Tokens of a text without special tokens, and its resume points.
+pub(super) struct UnframedTokens {
+    pub(super) ids: Vec<u32>,
+    /// Reason why tokens are missing; `None` if the text is complete.
+    pub(super) stopped: Option<StopReason>,
+    /// Hash of each resume point and the number of tokens before it.
+    points: Vec<(u128, usize)>,
+}
+
+/// Tokens of the beginning of a text while it is tokenized.
+struct TokenizedPrefix<'t> {
+    text: &'t str,
+    ids: Vec<u32>,
+    /// Hash of each resume point and the number of tokens before it.
+    points: Vec<(u128, usize)>,
+    /// Pieces that were not cached.
+    new_pieces: Vec<(u128, CachedPiece)>,
+    /// Reason why tokens are missing; `None` if the text is complete.
+    stopped: Option<StopReason>,
+}
+
+/// Tokenizes texts of one tokenizer with reuse of cached prefixes.
+pub(super) struct ResumingTokenizer {
+    boundaries: BoundaryTokens,
+    frame: SpecialTokenFrame,
+    key: HashKey,
+    cache: Arc<PromptCache>,
+}
+
+impl ResumingTokenizer {
+    /// Creates the state for a tokenizer, or returns the reason why it is unsupported.
+    pub(super) fn new(
+        tokenizer: &Tokenizer,
+        cache: Arc<PromptCache>,
+    ) -> Result<Self, &'static str> {
+        tokenizer_parts::check_parts(tokenizer)?;
+        let frame = tokenizer_parts::find_frame(tokenizer)?;
+        let boundaries = BoundaryTokens::from_tokenizer(tokenizer)?;
+        Ok(Self {
+            boundaries,
+            frame,
+            key: HashKey(rand::random()),
+            cache,
+        })
+    }
+
+    /// Tokenizes a text within a budget; the tokens equal those of the tokenizer alone. Returns
+    /// `None` if caching is not worthwhile. Texts with different `cache_namespace` share nothing.
+    pub(super) fn tokenize(
+        &self,
+        tokenizer: &VerifiedTokenizer,
+        text: &str,
+        cache_namespace: Option<&str>,
+        budget: &TokenBudget<'_>,
+    ) -> tokenizers::Result<Option<UnframedTokens>> {
+        if self.cache.limit() == 0 {
+            return Ok(None);
+        }
+        let library_only = tokenizer.disabled_reason().is_some();
+        let points = self.points(text, library_only, cache_namespace);
+        if points.is_empty() {
+            self.cache.record_outcome("not_resumable");
+            return Ok(None);
+        }
+        let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
+        let found = self.cache.find_leading(&keys, CachedPiece::tokens);
+        let mut prefix = TokenizedPrefix {
+            text,
+            ids: Vec::with_capacity((text.len() / 3).min(budget.max_tokens)),
+            points: Vec::with_capacity(points.len()),
+            new_pieces: Vec::with_capacity(points.len() - found.len()),
+            stopped: None,
+        };
+        for (piece, key) in found.iter().zip(&keys) {
+            prefix.ids.extend_from_slice(piece);
+            prefix.points.push((*key, prefix.ids.len()));
+        }
+        let resumed = prefix.ids.len();
+        self.tokenize_rest(tokenizer, &points, budget, &mut prefix)?;
+        let TokenizedPrefix {
+            mut ids,
+            points: mut resume_points,
+            mut new_pieces,
+            mut stopped,
+            ..
+        } = prefix;
+        // Cached tokens may exceed the budget.
+        if ids.len() > budget.max_tokens {
+            stopped = stopped.or(Some(StopReason::TooLong));
+            ids.truncate(budget.max_tokens);
+        }
+        resume_points.retain(|(_, tokens)| *tokens <= ids.len());
+        // Tokens made just before the fast path was disabled may be wrong and are not cached.
+        if tokenizer.disabled_reason().is_some() != library_only {
+            new_pieces.clear();
+        }
+        self.cache.store(&keys[..found.len()], new_pieces);
+        self.cache.record_lookup(resumed.min(ids.len()), ids.len());
+        Ok(Some(UnframedTokens {
+            ids,
+            stopped,
+            points: resume_points,
+        }))
+    }
+
+    /// Tokenizes the text after the cached pieces, piece by piece, and appends it to `prefix`.
+    fn tokenize_rest(
+        &self,
+        tokenizer: &VerifiedTokenizer,
+        points: &[ResumePoint],
+        budget: &TokenBudget<'_>,
+        prefix: &mut TokenizedPrefix<'_>,
+    ) -> tokenizers::Result<()> {
+        let text = prefix.text;
+        let cached = prefix.points.len();
+        let mut last = cached.checked_sub(1).map(|at| points[at]);
+        for point in &points[cached..] {
+            let rest = budget.remaining_after(prefix.ids.len());
+            let piece = self.tokenize_after(tokenizer, &text[..point.end], last, &rest)?;
+            prefix.ids.extend_from_slice(&piece.ids);
+            prefix.stopped = piece.stopped;
+            if prefix.stopped.is_some() {
+                return Ok(());
+            }
+            prefix.points.push((point.key, prefix.ids.len()));
+            prefix
+                .new_pieces
+                .push((point.key, CachedPiece::Tokens(piece.ids.into())));
+            last = Some(*point);
+        }
+        let rest = budget.remaining_after(prefix.ids.len());
+        let piece = self.tokenize_after(tokenizer, text, last, &rest)?;
+        prefix.ids.extend(piece.ids);
+        prefix.stopped = piece.stopped;
+        Ok(())
+    }
+
+    /// Tokenizes the text after a resume point.
+    fn tokenize_after(
+        &self,
+        tokenizer: &VerifiedTokenizer,
+        text: &str,
+        last: Option<ResumePoint>,
+        budget: &TokenBudget<'_>,
+    ) -> tokenizers::Result<LeadingTokens> {
+        let Some(ResumePoint { end, boundary, .. }) = last else {
+            return pieces::tokenize_pieces(tokenizer, text, budget);
+        };
+        let boundary = self.boundaries.get(boundary);
+        // The added token is tokenized once more and then removed.
+        let budget = TokenBudget {
+            max_tokens: budget.max_tokens.saturating_add(1),
+            ..*budget
+        };
+        let mut made =
+            pieces::tokenize_pieces(tokenizer, &text[end - boundary.content.len()..], &budget)?;
+        match made.ids.first() {
+            Some(first) if *first == boundary.id => drop(made.ids.remove(0)),
+            None if made.stopped.is_some() => {}
+            _ => return Err("an added token was not matched at its position".into()),
+        }
+        Ok(made)
+    }
+
+    /// Returns the resume points of a text with their hashes. After the fast path is disabled,
+    /// tokens cached before are not reused.
+    fn points(
+        &self,
+        text: &str,
+        library_only: bool,
+        cache_namespace: Option<&str>,
+    ) -> Vec<ResumePoint> {
+        let mut points = self.boundaries.points(text);
+        if points.is_empty() {
+            return points;
+        }
+        let mut key = self.key.hash_parts(&[
+            TEXT_DOMAIN,
+            &[library_only.into()],
+            cache_namespace.unwrap_or_default().as_bytes(),
+        ]);
+        let mut from = 0;
+        for point in &mut points {
+            key = self
+                .key
+                .hash_parts(&[&key.to_le_bytes(), &text.as_bytes()[from..point.end]]);
+            point.key = key;
+            from = point.end;
+        }
+        points
+    }
+
+    /// Counts a prompt whose pieces could not be tokenized.
+    pub(super) fn record_failure(&self) {
+        self.cache.record_outcome("failed");
+    }
+
+    /// Adds special tokens and attaches the resume points for tokens and blocks.
+    pub(super) fn add_frame(&self, unframed: UnframedTokens, special: bool) -> PromptTokens {
+        let UnframedTokens {
+            ids,
+            stopped,
+            points,
+        } = unframed;
+        let points = self.resume_points(
+            points,
+            special,
+            if special { self.frame.before.len() } else { 0 },
+        );
+        let ids = match stopped {
+            _ if !special => ids,
+            None => self.frame.surround(&ids),
+            Some(_) => self.frame.prepend_to(&ids),
+        };
+        PromptTokens::new(ids, points)
+    }
+
+    fn resume_points(
+        &self,
+        mut points: Vec<(u128, usize)>,
+        special: bool,
+        before: usize,
+    ) -> Option<PromptTrail> {
+        for (_, end) in &mut points {
+            *end += before;
+        }
+        (!points.is_empty())
+            .then(|| PromptTrail::new(self.cache.clone(), self.key, special, points))
+    }
+}
+
+impl From<LeadingTokens> for UnframedTokens {
+    fn from(LeadingTokens { ids, stopped }: LeadingTokens) -> Self {
+        Self {
+            ids,
+            stopped,
+            points: Vec::new(),
+        }
+    }
+}
+
+impl UnframedTokens {
+    /// Applies truncation.
+    pub(super) fn retain_range<E>(
+        &mut self,
+        range: impl FnOnce(usize) -> Result<Range<usize>, E>,
+    ) -> Result<(), E> {
+        let Range { start, end } = range(self.ids.len())?;
+        if start > 0 {
+            self.points.clear();
+        }
+        self.points.retain(|(_, tokens)| *tokens <= end);
+        self.ids.truncate(end);
+        self.ids.drain(..start);
+        Ok(())
+    }
+}
+
+impl HashKey {
+    /// Hashes parts with a secret key, so that clients cannot construct collisions. All parts
+    /// except the last have a fixed length. HighwayHash is keyed and as fast as a plain hash, which
+    /// matters because it reads every prompt completely.
+    fn hash_parts(&self, parts: &[&[u8]]) -> u128 {
+        let mut hasher = HighwayHasher::new(Key(self.0));
+        for part in parts {
+            hasher.append(part);
+        }
+        let [low, high] = hasher.finalize128();
+        u128::from(high) << 64 | u128::from(low)
+    }
+}

@@ -1,0 +1,490 @@
+//! Chat templates. A template that might render differently from Jinja2 is rejected at load with
+//! the unsupported feature. Rendering has limited fuel, so no request runs a template forever.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use memchr::memmem;
+use minijinja::machinery::{WhitespaceConfig, parse};
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+use super::content_format::{self, ContentFormat};
+use super::conversation::{self, TemplateMessage};
+use super::direct::DirectRenderer;
+use super::inline_systems::InlineSystemMode;
+use super::media::MediaRules;
+use super::media_renderer::{MediaDisplay, MediaRenderer};
+use super::model_files::{LoadError, TemplateSources};
+use super::python::{self, POISON, PythonDict};
+use super::{
+    EncodeError, EngineKind, TokenExactness, continuation, partial_chat, python_methods, sglang,
+    template_support,
+};
+use crate::openai::{ChatPrompt, JsonValue};
+
+/// Maximum number of template instructions: thousands of messages, or about a second.
+const FUEL: u64 = 20_000_000;
+
+/// Template variables that clients may not set, because they control rendering in engine-specific
+/// ways.
+const RESERVED_VARIABLES: [&str; 13] = [
+    "chat_template",
+    "tokenize",
+    "conversation",
+    "messages",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+    "self",
+];
+
+/// Chat templates of a model.
+pub(super) struct ChatTemplates {
+    named: BTreeMap<String, CompiledTemplate>,
+    inline_systems: InlineSystemMode,
+    special_tokens: Vec<(&'static str, String)>,
+    engine: EngineKind,
+}
+
+impl fmt::Debug for ChatTemplates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.named.keys()).finish()
+    }
+}
+
+impl ChatTemplates {
+    pub(super) fn compile(
+        sources: TemplateSources,
+        special_tokens: Vec<(&'static str, String)>,
+        now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
+    ) -> Result<Self, LoadError> {
+        let now: TemplateClock = Arc::new(now);
+        let mut named = BTreeMap::new();
+        for (name, source) in sources.named {
+            let template = CompiledTemplate::compile(&source, &now).map_err(|problem| {
+                LoadError::Template {
+                    path: sources.path.clone(),
+                    name: name.clone(),
+                    problem,
+                }
+            })?;
+            named.insert(name, template);
+        }
+        let inline_systems = InlineSystemMode::combine(&named);
+        Ok(Self {
+            named,
+            inline_systems,
+            special_tokens,
+            engine: EngineKind::Vllm,
+        })
+    }
+
+    /// Returns the templates with the rendering rules of `engine`.
+    pub(super) fn with_engine(self, engine: EngineKind) -> Self {
+        Self { engine, ..self }
+    }
+
+    /// Renders the prompt of a conversation without media. For a partial conversation, renders the
+    /// known beginning.
+    pub(super) fn render(
+        &self,
+        chat: &ChatPrompt,
+    ) -> Result<(String, TokenExactness), EncodeError> {
+        if !chat.is_partial {
+            return self.render_as(chat, MediaDisplay::Refused);
+        }
+        let no_rules = MediaRules::default();
+        let show = |chat: &ChatPrompt| {
+            if chat.has_media() {
+                MediaDisplay::AsEngine(&no_rules)
+            } else {
+                MediaDisplay::Refused
+            }
+        };
+        let format = match self.engine {
+            EngineKind::Vllm => self.template_for(chat)?.format,
+            // SGLang's rendering of images is not reproduced.
+            EngineKind::Sglang => ContentFormat::Text,
+        };
+        partial_chat::render_known_prefix(chat, format, |chat| self.render_as(chat, show(chat)))
+    }
+
+    /// Returns true if the template of a conversation takes lists of parts.
+    pub(super) fn takes_parts(&self, chat: &ChatPrompt) -> Result<bool, EncodeError> {
+        Ok(self.template_for(chat)?.format == ContentFormat::Parts)
+    }
+
+    fn template_for(&self, chat: &ChatPrompt) -> Result<&CompiledTemplate, EncodeError> {
+        let has_tools = chat.tools.is_some() || tools_of_kwargs(chat).is_some();
+        let with_tools = self.named.get("tool_use").filter(|_| has_tools);
+        with_tools
+            .or_else(|| self.named.get("default"))
+            .ok_or(EncodeError::NoTemplate)
+    }
+
+    /// Renders the prompt of a conversation with this treatment of media items.
+    pub(super) fn render_as(
+        &self,
+        chat: &ChatPrompt,
+        show: MediaDisplay<'_>,
+    ) -> Result<(String, TokenExactness), EncodeError> {
+        check_supported(chat)?;
+        let template = self.template_for(chat)?;
+        if self.engine == EngineKind::Sglang {
+            return self.render_for_sglang(template, chat);
+        }
+        template.check_thinking_switch(chat)?;
+        let messages = self.inline_systems.arrange_messages(chat)?;
+        let mut turns = conversation::template_messages(
+            &messages,
+            template.format,
+            &mut MediaRenderer::new(show),
+        )?;
+        if !template.has_developer_role && turns.iter().any(|turn| turn.role == "developer") {
+            turns = conversation::merge_developer_messages(turns);
+        }
+        template.check_reasoning_field(&turns)?;
+        let continued = chat
+            .continue_final_message
+            .then(|| continuation::mark_last_message(&mut turns))
+            .transpose()?;
+        let (text, exact) = template.render_turns(turns, self.variables(chat)?)?;
+        match continued {
+            None => Ok((text, exact)),
+            Some(_) if !template.reads_content => {
+                Err(EncodeError::rejected("the template reads no content"))
+            }
+            Some(message) => Ok((continuation::cut_at_mark(text, &message)?, exact)),
+        }
+    }
+
+    /// Returns the output of the direct renderer, if it supports the conversation, and of
+    /// minijinja. Returns `None` if the conversation is rejected before rendering.
+    #[cfg(test)]
+    pub(super) fn render_both(
+        &self,
+        chat: &ChatPrompt,
+    ) -> Option<(Option<String>, Result<String, EncodeError>)> {
+        let template = self.template_for(chat).ok()?;
+        let turns = || {
+            conversation::template_messages(
+                &chat.messages,
+                template.format,
+                &mut MediaRenderer::new(MediaDisplay::Refused),
+            )
+            .ok()
+        };
+        let mut variables = self.variables(chat).ok()?;
+        let direct = template.direct.render(&turns()?, &variables);
+        variables.insert("messages", conversation::into_value(turns()?));
+        let rendered = template.render(PythonDict::from_iter(variables).into_value());
+        Some((direct, rendered.map(|(text, _)| text)))
+    }
+
+    fn render_for_sglang(
+        &self,
+        template: &CompiledTemplate,
+        chat: &ChatPrompt,
+    ) -> Result<(String, TokenExactness), EncodeError> {
+        sglang::check_supported(chat)?;
+        if self.named.len() > 1 {
+            return Err(EncodeError::uncertain(
+                "SGLang uses the first of several templates",
+            ));
+        }
+        let special = self
+            .special_tokens
+            .iter()
+            .map(|(name, token)| ((*name).to_owned(), Value::from(token.as_str())));
+        let mut variables: BTreeMap<String, Value> = special.collect();
+        variables.extend(sglang::template_variables(chat)?);
+        let turns = sglang::template_messages(chat, template.sglang_format)?;
+        let variables = variables
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.clone()))
+            .collect();
+        match template.render_turns(turns, variables) {
+            // SGLang retries with tools in another format.
+            Err(EncodeError::Render(_)) if chat.tools.is_some() => Err(EncodeError::uncertain(
+                "SGLang renders again if the template fails",
+            )),
+            rendered => rendered,
+        }
+    }
+
+    /// Returns all template variables except the messages; later entries override earlier ones.
+    fn variables<'c>(
+        &'c self,
+        chat: &'c ChatPrompt,
+    ) -> Result<BTreeMap<&'c str, Value>, EncodeError> {
+        let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
+        variables.extend(
+            self.special_tokens
+                .iter()
+                .map(|(name, token)| (*name, Value::from(token.as_str()))),
+        );
+        variables.insert("documents", Value::from(()));
+        // Tools are added below. Templates print the numbers in tools and do not compare them.
+        let kwargs = chat
+            .chat_template_kwargs
+            .iter()
+            .filter(|(name, value)| *name != "tools" && is_kwarg_set(value));
+        for (name, value) in kwargs {
+            variables.insert(name, python::comparable_value(value)?);
+        }
+        if let Some(effort) = chat
+            .reasoning_effort
+            .as_deref()
+            .filter(|effort| *effort != "auto")
+        {
+            variables.insert("reasoning_effort", Value::from(effort));
+            if !chat.chat_template_kwargs.contains_key("enable_thinking") {
+                variables.insert("enable_thinking", Value::from(effort != "none"));
+            }
+        }
+        if let Some(documents) = &chat.documents {
+            let documents = documents
+                .iter()
+                .map(python::value)
+                .collect::<Result<_, _>>()?;
+            variables.insert("documents", python::list(documents));
+        }
+        let tools = match tools_of_kwargs(chat) {
+            Some(JsonValue::Array(tools)) if tools.iter().all(JsonValue::is_object) => {
+                python::list(tools.iter().map(python::value).collect::<Result<_, _>>()?)
+            }
+            Some(_) => {
+                return Err(EncodeError::uncertain(
+                    "`tools` in chat_template_kwargs that are no list of objects",
+                ));
+            }
+            None => chat
+                .tools
+                .as_deref()
+                .map(conversation::template_tools)
+                .transpose()?
+                .unwrap_or(Value::from(())),
+        };
+        variables.insert("tools", tools);
+        variables.insert(
+            "add_generation_prompt",
+            Value::from(chat.add_generation_prompt),
+        );
+        Ok(variables)
+    }
+}
+
+/// Returns true if an entry of chat_template_kwargs counts: vLLM treats these two values as absent.
+fn is_kwarg_set(value: &JsonValue) -> bool {
+    !value.is_null() && value.as_str() != Some("auto")
+}
+
+/// Returns the tools in chat_template_kwargs. They replace those of the request and reach the
+/// template unchanged.
+fn tools_of_kwargs(chat: &ChatPrompt) -> Option<&JsonValue> {
+    chat.chat_template_kwargs
+        .get("tools")
+        .filter(|tools| is_kwarg_set(tools))
+}
+
+/// Rejects requests that the engine rejects before rendering or whose behavior is unknown.
+fn check_supported(chat: &ChatPrompt) -> Result<(), EncodeError> {
+    if chat.chat_template.is_some() {
+        return Err(EncodeError::RequestTemplate);
+    }
+    if chat.has_forwarded_tokens {
+        return Err(EncodeError::uncertain(
+            "another engine forwards the prompt's tokens",
+        ));
+    }
+    if chat.continue_final_message && chat.add_generation_prompt {
+        return Err(EncodeError::rejected(
+            "continue_final_message together with add_generation_prompt",
+        ));
+    }
+    match chat
+        .chat_template_kwargs
+        .keys()
+        .find(|name| RESERVED_VARIABLES.contains(&name.as_str()))
+    {
+        Some(name) => Err(EncodeError::uncertain(format!(
+            "`{name}` in chat_template_kwargs"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Clock and time zone of `strftime_now`.
+pub(super) type TemplateClock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
+
+/// A compiled template.
+pub(super) struct CompiledTemplate {
+    env: Environment<'static>,
+    format: ContentFormat,
+    sglang_format: Option<ContentFormat>,
+    has_developer_role: bool,
+    reads_content: bool,
+    /// True if the template reads a switch for reasoning.
+    has_thinking_switch: bool,
+    /// True if the template reads `thinking`. The name of the reasoning field depends on the
+    /// transformers version.
+    reads_thinking_field: bool,
+    reads_clock: bool,
+    pub(super) inline_systems: InlineSystemMode,
+    direct: DirectRenderer,
+}
+
+pub(super) const TEMPLATE_NAME: &str = "chat_template";
+
+impl CompiledTemplate {
+    fn compile(written: &str, now: &TemplateClock) -> Result<Self, String> {
+        let source = without_generation_tags(written);
+        let whitespace = WhitespaceConfig {
+            keep_trailing_newline: false,
+            lstrip_blocks: true,
+            trim_blocks: true,
+        };
+        let tree = parse(&source, TEMPLATE_NAME, Default::default(), whitespace)
+            .map_err(|error| error.to_string())?;
+        template_support::check_supported(&tree)?;
+        let format = content_format::content_format(&tree);
+        let format_in_sglang = sglang::content_format(&tree, &source);
+        let mut env = environment(now);
+        env.add_template_owned(TEMPLATE_NAME, source.clone())
+            .map_err(|error| error.to_string())?;
+        let holds = |words: &[&str]| words.iter().any(|word| source.contains(word));
+        Ok(Self {
+            format,
+            sglang_format: format_in_sglang,
+            has_thinking_switch: holds(&["reasoning_effort", "enable_thinking"]),
+            has_developer_role: holds(&["\"developer\"", "'developer'"]),
+            reads_content: holds(&["content"]),
+            reads_thinking_field: holds(&[".thinking", "'thinking'", "\"thinking\""]),
+            reads_clock: holds(&["strftime_now"]),
+            // Plain Jinja2 does not know these tags.
+            inline_systems: if source == written {
+                InlineSystemMode::probe(&env)
+            } else {
+                InlineSystemMode::Merged
+            },
+            direct: DirectRenderer::compile(&tree, now),
+            env,
+        })
+    }
+
+    fn check_thinking_switch(&self, chat: &ChatPrompt) -> Result<(), EncodeError> {
+        if self.has_thinking_switch && chat.is_thinking_disabled {
+            return Err(EncodeError::uncertain(
+                "the reasoning effort that disables reasoning, which engines probe",
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_reasoning_field(&self, turns: &[TemplateMessage<'_>]) -> Result<(), EncodeError> {
+        if self.reads_thinking_field && turns.iter().any(TemplateMessage::has_reasoning) {
+            return Err(EncodeError::uncertain("the template reads `thinking`"));
+        }
+        Ok(())
+    }
+
+    fn render_turns(
+        &self,
+        turns: Vec<TemplateMessage<'_>>,
+        mut variables: BTreeMap<&str, Value>,
+    ) -> Result<(String, TokenExactness), EncodeError> {
+        if let Some(text) = self.direct.render(&turns, &variables) {
+            return self.check_rendered(text);
+        }
+        variables.insert("messages", conversation::into_value(turns));
+        self.render(PythonDict::from_iter(variables).into_value())
+    }
+
+    fn exactness(&self) -> TokenExactness {
+        if self.reads_clock {
+            TokenExactness::ClockDependent
+        } else {
+            TokenExactness::Exact
+        }
+    }
+
+    fn render(&self, variables: Value) -> Result<(String, TokenExactness), EncodeError> {
+        self.check_rendered(render_in(&self.env, variables)?)
+    }
+
+    /// Returns a rendered text, or an error if it contains an unprintable value.
+    fn check_rendered(&self, text: String) -> Result<(String, TokenExactness), EncodeError> {
+        if memmem::find(text.as_bytes(), POISON.as_bytes()).is_some() {
+            return Err(EncodeError::uncertain(
+                "a value that only the engine prints exactly",
+            ));
+        }
+        Ok((text, self.exactness()))
+    }
+}
+
+fn render_in(env: &Environment<'_>, variables: Value) -> Result<String, EncodeError> {
+    let render = || {
+        env.get_template(TEMPLATE_NAME)
+            .and_then(|template| template.render(variables))
+    };
+    // minijinja 2.24 panics on some slices (`''[::-1]`) of text that clients control.
+    catch_unwind(AssertUnwindSafe(render))
+        .map_err(|_| EncodeError::Render("the template engine panicked".to_owned()))?
+        .map_err(|error| EncodeError::Render(error.to_string()))
+}
+
+/// Configures Jinja2 as transformers does.
+fn environment(now: &TemplateClock) -> Environment<'static> {
+    let mut env = Environment::new();
+    env.set_trim_blocks(true);
+    env.set_lstrip_blocks(true);
+    env.set_fuel(Some(FUEL));
+    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    python_methods::install(&mut env);
+    env.add_function("raise_exception", |message: &str| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()))
+    });
+    let now = Arc::clone(now);
+    env.add_function("strftime_now", move |format: &str| strftime(&now, format));
+    env
+}
+
+/// Formats the current time.
+pub(super) fn strftime(now: &TemplateClock, format: &str) -> Result<String, Error> {
+    jiff::fmt::strtime::format(format, &now())
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+}
+
+/// Replaces the tags `generation` and `endgeneration`, which mark text for training and render
+/// nothing.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let end = rest[start..]
+            .find("%}")
+            .map_or(rest.len(), |length| start + length + 2);
+        let tag = &rest[start..end];
+        let word = tag
+            .trim_start_matches(['{', '%', '-', '+'])
+            .trim_end_matches(['}', '%', '-', '+'])
+            .trim();
+        out.push_str(&rest[..start]);
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[end..];
+    }
+    out.push_str(rest);
+    out
+}

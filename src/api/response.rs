@@ -1,0 +1,233 @@
+//! Conversions from library types to proto messages.
+
+use std::ops::Range;
+
+use warmroute_core::block::BlockHashes;
+use warmroute_core::fleet::Fleet;
+use warmroute_core::index::TierBlocks;
+use warmroute_core::load::RankLoad;
+use warmroute_core::policy::{Choice, Cost};
+use warmroute_core::router::{Mode, RankEndpoint, Route, SharedBlocks, WorkerEstimate};
+use warmroute_core::worker::{BlockSize, ModelName, Worker, WorkerRank, WorkerRole};
+
+use super::pb;
+
+pub(super) fn rank_to_proto(rank: WorkerRank) -> pb::WorkerRank {
+    pb::WorkerRank {
+        worker_id: rank.worker.0,
+        dp_rank: rank.rank.0,
+    }
+}
+
+/// Converts the prompts of a request, with token ids if `tokens` has any.
+pub(super) fn prompts_to_proto(
+    prompts: &[BlockHashes],
+    tokens: Vec<Vec<u32>>,
+) -> Vec<pb::HashedPrompt> {
+    let mut tokens = tokens.into_iter();
+    let prompt = |hashes: &BlockHashes| pb::HashedPrompt {
+        tokens: hashes.tokens() as u64,
+        local_hashes: hashes.locals().iter().map(|hash| hash.0).collect(),
+        sequence_hashes: hashes.sequences().iter().map(|hash| hash.0).collect(),
+        token_ids: tokens.next().unwrap_or_default(),
+    };
+    prompts.iter().map(prompt).collect()
+}
+
+/// Converts a route and the outcome of its booking.
+pub(super) fn route_to_proto(
+    route: &Route,
+    prompts: Vec<pb::HashedPrompt>,
+    booked: pb::Booked,
+) -> pb::RouteResponse {
+    let to_placement = |to, overlap, cached_tokens, choice| {
+        placement_to_proto(to, overlap, cached_tokens, choice, route.block_size)
+    };
+    pb::RouteResponse {
+        decode: Some(to_placement(
+            route.to,
+            route.overlap,
+            route.predicted_cached_tokens,
+            &route.choice,
+        )),
+        prefill: route.prefill().map(|prefill| {
+            to_placement(
+                prefill.to,
+                prefill.overlap,
+                prefill.cached_tokens,
+                &prefill.choice,
+            )
+        }),
+        mode: match route.mode {
+            Mode::Exact => pb::Mode::Exact,
+            Mode::Partial => pb::Mode::Partial,
+            Mode::Approximate => pb::Mode::Approximate,
+            Mode::LoadOnly => pb::Mode::LoadOnly,
+            Mode::Passthrough => pb::Mode::Unspecified,
+        }
+        .into(),
+        reason: route
+            .reason
+            .map(|reason| reason.as_str().to_owned())
+            .unwrap_or_default(),
+        phases: route.phases.as_str().to_owned(),
+        model: route.model.as_str().to_owned(),
+        block_size: route.block_size.0.get(),
+        prompt_tokens: route.prompt_tokens,
+        predicted_cached_tokens: route.computed_by().cached_tokens,
+        candidates: u32::try_from(route.candidates).unwrap_or(u32::MAX),
+        prompts,
+        booked: booked.into(),
+    }
+}
+
+fn placement_to_proto(
+    to: RankEndpoint,
+    overlap: TierBlocks,
+    cached_tokens: u64,
+    choice: &Choice,
+    block_size: BlockSize,
+) -> pb::Placement {
+    let blocks = tiers_to_proto(overlap);
+    let size = block_size.tokens() as u64;
+    let tokens = pb::Tiers {
+        device: blocks.device * size,
+        host: blocks.host * size,
+        disk: blocks.disk * size,
+        external: blocks.external * size,
+    };
+    pb::Placement {
+        worker: Some(rank_to_proto(to.rank)),
+        endpoint: to.endpoint.to_string(),
+        overlap_blocks: Some(blocks),
+        overlap_tokens: Some(tokens),
+        cached_tokens,
+        cost: Some(cost_to_proto(&choice.cost)),
+        ties: u32::try_from(choice.ties).unwrap_or(u32::MAX),
+        potential_decode_blocks: choice.potential_decode_blocks,
+    }
+}
+
+fn tiers_to_proto(blocks: TierBlocks) -> pb::Tiers {
+    let TierBlocks {
+        device,
+        host,
+        disk,
+        external,
+    } = blocks;
+    pb::Tiers {
+        device: device.into(),
+        host: host.into(),
+        disk: disk.into(),
+        external: external.into(),
+    }
+}
+
+fn cost_to_proto(cost: &Cost) -> pb::Cost {
+    pb::Cost {
+        prefill_blocks: cost.prefill_blocks,
+        credit_decay: cost.credit_decay,
+        device_credit: cost.device_credit,
+        host_credit: cost.host_credit,
+        disk_credit: cost.disk_credit,
+        shared_credit: cost.shared_credit,
+        prefill_cost: cost.prefill_cost,
+        decode_cost: cost.decode_cost,
+        request_cost: cost.request_cost,
+        taint_factor: cost.taint_factor,
+        total: cost.total,
+    }
+}
+
+pub(super) fn overlap_score_to_proto(surveyed: &WorkerEstimate) -> pb::OverlapScore {
+    let cost = &surveyed.cost;
+    pb::OverlapScore {
+        worker: Some(rank_to_proto(surveyed.rank)),
+        blocks: Some(tiers_to_proto(surveyed.overlap)),
+        shared_blocks_beyond_device: surveyed.shared_beyond_device,
+        effective_blocks: surveyed.effective_blocks,
+        credit_blocks: cost.device_credit
+            + cost.host_credit
+            + cost.disk_credit
+            + cost.shared_credit,
+        cached_tokens: surveyed.cached_tokens,
+    }
+}
+
+/// Converts the query result of the shared cache.
+pub(super) fn shared_cache_to_proto(blocks: &SharedBlocks, enabled: bool) -> pb::SharedCacheHits {
+    let range = |range: &Range<u32>| pb::BlockRange {
+        start: range.start,
+        end: range.end,
+    };
+    let error = match blocks {
+        SharedBlocks::Failed(reason) => *reason,
+        SharedBlocks::Held(_) | SharedBlocks::NotQueried => "",
+    };
+    pb::SharedCacheHits {
+        enabled,
+        total_hit_blocks: blocks
+            .ranges()
+            .iter()
+            .map(|range| u64::from(range.end - range.start))
+            .sum(),
+        ranges: blocks.ranges().iter().map(range).collect(),
+        error: error.to_owned(),
+    }
+}
+
+pub(super) fn potential_load_to_proto(surveyed: &WorkerEstimate) -> pb::PotentialLoad {
+    pb::PotentialLoad {
+        worker: Some(rank_to_proto(surveyed.rank)),
+        active_prefill_tokens: surveyed.load.active_prefill_tokens,
+        active_decode_blocks: surveyed.load.active_blocks,
+        active_requests: surveyed.load.active_requests,
+        potential_prefill_tokens: surveyed.potential_prefill_tokens,
+        potential_decode_blocks: surveyed.potential_decode_blocks,
+    }
+}
+
+/// Converts the current load, without a request.
+pub(super) fn load_to_proto(load: &RankLoad) -> pb::PotentialLoad {
+    pb::PotentialLoad {
+        worker: Some(rank_to_proto(load.rank)),
+        active_prefill_tokens: load.active_prefill_tokens,
+        active_decode_blocks: load.active_blocks,
+        active_requests: load.active_requests,
+        potential_prefill_tokens: load.active_prefill_tokens,
+        potential_decode_blocks: load.active_blocks,
+    }
+}
+
+/// Converts the workers of one model, or of all models.
+pub(super) fn fleet_to_proto(fleet: &Fleet, model: Option<&ModelName>) -> pb::WatchFleetResponse {
+    let wanted = fleet
+        .workers()
+        .filter(|worker| model.is_none_or(|model| worker.model == *model));
+    pb::WatchFleetResponse {
+        generation: fleet.generation(),
+        workers: wanted.map(|found| worker_to_proto(found)).collect(),
+    }
+}
+
+fn worker_to_proto(worker: &Worker) -> pb::Worker {
+    let role = match worker.role {
+        WorkerRole::Aggregated => pb::Role::Aggregated,
+        WorkerRole::Prefill => pb::Role::Prefill,
+        WorkerRole::Decode => pb::Role::Decode,
+    };
+    pb::Worker {
+        id: worker.id.0,
+        endpoint: worker.endpoint.to_string(),
+        model: worker.model.as_str().to_owned(),
+        role: role.into(),
+        block_size: worker.block_size.0.get(),
+        first_dp_rank: worker.ranks.start,
+        dp_ranks: worker.ranks.size.get(),
+        taints: worker.taints.iter().cloned().collect(),
+        adapters: worker.adapters.iter().cloned().collect(),
+        topology: worker.topology.clone().into_iter().collect(),
+        max_num_batched_tokens: worker.capacity.max_num_batched_tokens,
+        total_kv_blocks: worker.capacity.total_kv_blocks,
+    }
+}

@@ -1,0 +1,24 @@
+//! Remote index for very large fleets, in which not every replica can receive the events of
+//! thousands of engines. Few replicas maintain the index and serve it (`index.serve`), many query
+//! it (`index.remote`). The protocol is `proto/warmroute/index/v1/index.proto`. A query takes
+//! at most the deadline. Without a response, a request is routed by predictions.
+
+mod client;
+pub mod config;
+mod server_connection;
+mod server_pool;
+mod service;
+mod wire;
+
+/// Generated messages, client and server.
+#[expect(missing_docs, reason = "generated")]
+#[expect(clippy::too_many_lines, reason = "generated")]
+pub mod pb {
+    tonic::include_proto!("warmroute.index.v1");
+}
+
+pub use client::{OverlapQuery, RemoteIndexClient};
+pub use service::{IndexService, IndexServiceParts, IndexedModel, ModelLookup};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,141 @@
+//! `index.remote:`: client settings of a remote index.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use warmroute_runtime::tls::ClientFiles;
+use warmroute_settings::{Period, Problem, Step};
+
+/// Section `index.remote:`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteIndexConfig {
+    /// Addresses of the servers' `api` services: `http://host:port` or `https://host:port`.
+    pub servers: Vec<String>,
+    /// Maximum time that a request waits for a response. Afterwards it is routed by predictions.
+    #[serde(default = "timeout")]
+    pub timeout: Period,
+    /// Time after which a second server is queried; `null` disables it.
+    #[serde(default = "hedge_delay")]
+    pub hedge_delay: Option<Period>,
+    /// Maximum number of concurrent queries. Further requests are routed without one.
+    #[serde(default = "max_concurrency")]
+    pub max_concurrency: u32,
+    /// CA certificates (PEM) of the servers. Default: the system's.
+    #[serde(default)]
+    pub ca_file: Option<PathBuf>,
+    /// Client certificate (PEM), if the servers require one.
+    #[serde(default)]
+    pub cert_file: Option<PathBuf>,
+    /// Key of the client certificate (PEM).
+    #[serde(default)]
+    pub key_file: Option<PathBuf>,
+}
+
+fn timeout() -> Period {
+    Period::millis(10)
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "the default of an optional key")]
+fn hedge_delay() -> Option<Period> {
+    Some(Period::millis(3))
+}
+
+fn max_concurrency() -> u32 {
+    256
+}
+
+impl RemoteIndexConfig {
+    /// Default limits with these servers.
+    pub fn with_servers(servers: impl IntoIterator<Item = String>) -> Self {
+        Self {
+            servers: servers.into_iter().collect(),
+            timeout: timeout(),
+            hedge_delay: hedge_delay(),
+            max_concurrency: max_concurrency(),
+            ca_file: None,
+            cert_file: None,
+            key_file: None,
+        }
+    }
+
+    /// Resolves file names relative to the directory of the configuration file.
+    pub fn resolve(&mut self, folder: &Path) {
+        for file in [&mut self.ca_file, &mut self.cert_file, &mut self.key_file]
+            .into_iter()
+            .flatten()
+        {
+            *file = folder.join(&*file);
+        }
+    }
+
+    /// Semantic errors of the configuration.
+    pub fn problems(&self) -> Vec<Problem> {
+        let mut problems = self.problems_of_servers();
+        if self.timeout.get().is_zero() {
+            problems.push(Problem::of(
+                "timeout",
+                "no answer could come within 0s; the default is 10ms",
+            ));
+        }
+        let in_vain = |hedge: &Period| *hedge >= self.timeout && !self.timeout.get().is_zero();
+        if let Some(hedge) = self.hedge_delay.filter(in_vain) {
+            let text = format!(
+                "{hedge} is not less than `timeout` ({}), so no hedge would ever be sent; the default is 3ms, and \
+                 `null` disables hedging",
+                self.timeout
+            );
+            problems.push(Problem::of("hedge_delay", text));
+        }
+        if self.max_concurrency == 0 {
+            let text = "no question would ever be asked; the default is 256";
+            problems.push(Problem::of("max_concurrency", text));
+        }
+        problems.extend(
+            self.files().problems(
+                self.servers
+                    .iter()
+                    .any(|server| server.starts_with("https://")),
+            ),
+        );
+        problems
+    }
+
+    fn problems_of_servers(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        if self.servers.is_empty() {
+            problems.push(Problem::of(
+                "servers",
+                "at least one server is required, such as http://index-0:9903",
+            ));
+        }
+        let mut seen = HashSet::new();
+        for (at, server) in self.servers.iter().enumerate() {
+            let is_written_so = ["http://", "https://"]
+                .iter()
+                .any(|scheme| server.starts_with(scheme));
+            let url = reqwest::Url::parse(server).ok();
+            if !is_written_so || !url.is_some_and(|url| url.has_host() && url.path() == "/") {
+                let text = format!(
+                    "`{server}` is no address of a service; write for example http://index-0:9903"
+                );
+                problems.push(Problem::at([Step::from("servers"), at.into()], text));
+            } else if !seen.insert(server) {
+                let text = format!("`{server}` is listed twice; remove one");
+                problems.push(Problem::at([Step::from("servers"), at.into()], text));
+            }
+        }
+        problems
+    }
+
+    /// Files of the TLS client.
+    pub(super) fn files(&self) -> ClientFiles<'_> {
+        ClientFiles {
+            ca: self.ca_file.as_ref(),
+            cert: self.cert_file.as_ref(),
+            key: self.key_file.as_ref(),
+        }
+    }
+}

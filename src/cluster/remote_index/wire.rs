@@ -1,0 +1,273 @@
+//! Encoding and decoding of the messages. Received messages are validated completely before use.
+
+use std::num::NonZeroU32;
+
+use thiserror::Error;
+use warmroute_core::block::{BlockHashes, LocalHash};
+use warmroute_core::freshness::{IndexFreshness, SourceStatus, StaleReason};
+use warmroute_core::index::TierBlocks;
+use warmroute_core::router::{RemoteRank, RemoteRanks};
+use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
+
+use super::pb;
+
+/// Maximum number of prompts in a query. Every rank could hold each of them, and the response lists
+/// all.
+pub(super) const MAX_PROMPTS: usize = 64;
+
+/// Bytes of a query besides its hashes.
+const QUERY_OVERHEAD: usize = 64 << 10;
+
+/// Maximum size of a query in bytes.
+pub(super) fn max_query_bytes(most_blocks: usize) -> usize {
+    most_blocks
+        .saturating_mul(size_of::<u64>())
+        .saturating_add(QUERY_OVERHEAD)
+}
+
+/// Reason why a message is invalid.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub(super) enum IndexMessageError {
+    #[error("the query has {0} prompts, more than the maximum of {MAX_PROMPTS}")]
+    TooManyPrompts(usize),
+    #[error("the prompts have {blocks} blocks; `listeners.api.max_prompt_blocks` allows {most}")]
+    TooManyBlocks { blocks: usize, most: usize },
+    #[error("{blocks} blocks of {size} tokens do not fit into a prompt of {tokens}")]
+    TooFewTokens {
+        blocks: usize,
+        size: usize,
+        tokens: u64,
+    },
+    #[error("the block size is 0")]
+    BlockSize,
+    #[error("the response has {0} prompts, not those of the query")]
+    WrongPromptCount(usize),
+    #[error("the columns of a response differ in length")]
+    Columns,
+    #[error("a worker rank holds more blocks than the prompt has")]
+    TooManyHeldBlocks,
+    #[error("unknown version of the ranks: {0}")]
+    UnknownVersion(u64),
+    #[error("unknown enum value {0}")]
+    UnknownNumber(i32),
+}
+
+/// Decodes the prompts of a query.
+pub(super) fn decode_prompts(
+    prompts: Vec<pb::Prompt>,
+    size: BlockSize,
+    most: usize,
+) -> Result<Vec<BlockHashes>, IndexMessageError> {
+    if prompts.len() > MAX_PROMPTS {
+        return Err(IndexMessageError::TooManyPrompts(prompts.len()));
+    }
+    let blocks = prompts.iter().map(|prompt| prompt.local_hashes.len()).sum();
+    if blocks > most {
+        return Err(IndexMessageError::TooManyBlocks { blocks, most });
+    }
+    let decode = |prompt: pb::Prompt| {
+        let blocks = prompt.local_hashes.len();
+        let size_tokens = size.tokens();
+        let tokens = usize::try_from(prompt.tokens).unwrap_or(usize::MAX);
+        if tokens / size_tokens < blocks {
+            return Err(IndexMessageError::TooFewTokens {
+                blocks,
+                size: size_tokens,
+                tokens: prompt.tokens,
+            });
+        }
+        let locals = prompt.local_hashes.into_iter().map(LocalHash).collect();
+        Ok(BlockHashes::from_locals(tokens, size, locals))
+    };
+    prompts.into_iter().map(decode).collect()
+}
+
+/// Encodes the prompts of a query.
+pub(super) fn encode_prompts(prompts: &[BlockHashes]) -> Vec<pb::Prompt> {
+    let prompt = |hashes: &BlockHashes| pb::Prompt {
+        tokens: hashes.tokens() as u64,
+        local_hashes: hashes.locals().iter().map(|hash| hash.0).collect(),
+    };
+    prompts.iter().map(prompt).collect()
+}
+
+/// Encodes the worker ranks that hold blocks of a prompt.
+pub(super) fn encode_held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
+    let column = |of: fn(&(WorkerRank, TierBlocks)) -> u32| {
+        let column: Vec<u32> = found.iter().map(of).collect();
+        if column.iter().any(|entry| *entry != 0) {
+            column
+        } else {
+            Vec::new()
+        }
+    };
+    pb::Held {
+        worker_ids: found.iter().map(|(rank, _)| rank.worker.0).collect(),
+        dp_ranks: column(|(rank, _)| rank.rank.0),
+        device: column(|(_, blocks)| blocks.device),
+        host: column(|(_, blocks)| blocks.host),
+        disk: column(|(_, blocks)| blocks.disk),
+        external: column(|(_, blocks)| blocks.external),
+    }
+}
+
+/// Decodes the worker ranks that hold blocks of the queried prompts.
+pub(super) fn decode_held(
+    held: &[pb::Held],
+    queried: &[BlockHashes],
+) -> Result<Vec<Vec<(WorkerRank, TierBlocks)>>, IndexMessageError> {
+    if held.len() != queried.len() {
+        return Err(IndexMessageError::WrongPromptCount(held.len()));
+    }
+    held.iter()
+        .zip(queried)
+        .map(|(held, hashes)| decode_held_prompt(held, hashes.len()))
+        .collect()
+}
+
+fn decode_held_prompt(
+    held: &pb::Held,
+    most: usize,
+) -> Result<Vec<(WorkerRank, TierBlocks)>, IndexMessageError> {
+    let columns = [
+        &held.dp_ranks,
+        &held.device,
+        &held.host,
+        &held.disk,
+        &held.external,
+    ];
+    if columns
+        .iter()
+        .any(|column| !column.is_empty() && column.len() != held.worker_ids.len())
+    {
+        return Err(IndexMessageError::Columns);
+    }
+    let row = |(at, worker): (usize, &u64)| {
+        let [rank, device, host, disk, external] =
+            columns.map(|column| column.get(at).copied().unwrap_or(0));
+        let blocks = [device, host, disk, external]
+            .into_iter()
+            .map(u64::from)
+            .sum::<u64>();
+        if blocks > most as u64 {
+            return Err(IndexMessageError::TooManyHeldBlocks);
+        }
+        let rank = WorkerRank {
+            worker: WorkerId(*worker),
+            rank: DpRank(rank),
+        };
+        Ok((
+            rank,
+            TierBlocks {
+                device,
+                host,
+                disk,
+                external,
+            },
+        ))
+    };
+    held.worker_ids.iter().enumerate().map(row).collect()
+}
+
+/// Encodes the state of the worker ranks.
+pub(super) fn encode_ranks(ranks: &RemoteRanks) -> pb::Ranks {
+    let message = |row: &RemoteRank| pb::Rank {
+        worker_id: row.rank.worker.0,
+        dp_rank: row.rank.rank.0,
+        trust: pb::Trust::from(row.status.freshness).into(),
+        because: row
+            .status
+            .reason
+            .map_or(pb::Because::Unspecified, pb::Because::from)
+            .into(),
+        engine_block_size: row.status.engine_block_size.map_or(0, |size| size.0.get()),
+        grouped: row.has_cache_groups,
+    };
+    pb::Ranks {
+        ranks: ranks.rows().iter().map(message).collect(),
+    }
+}
+
+/// Decodes the state of the worker ranks.
+pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMessageError> {
+    let row = |message: &pb::Rank| {
+        let standing = SourceStatus {
+            freshness: decode_freshness(message.trust)?,
+            reason: decode_reason(message.because)?,
+            engine_block_size: NonZeroU32::new(message.engine_block_size).map(BlockSize),
+        };
+        let rank = WorkerRank {
+            worker: WorkerId(message.worker_id),
+            rank: DpRank(message.dp_rank),
+        };
+        Ok(RemoteRank {
+            rank,
+            status: standing,
+            has_cache_groups: message.grouped,
+        })
+    };
+    Ok(RemoteRanks::new(
+        message.ranks.iter().map(row).collect::<Result<_, _>>()?,
+    ))
+}
+
+impl From<IndexFreshness> for pb::Trust {
+    fn from(trust: IndexFreshness) -> Self {
+        match trust {
+            IndexFreshness::Exact => pb::Trust::Exact,
+            IndexFreshness::CatchingUp => pb::Trust::CatchingUp,
+            IndexFreshness::Incomplete => pb::Trust::Incomplete,
+            IndexFreshness::Stale => pb::Trust::Stale,
+            IndexFreshness::Absent => pb::Trust::Absent,
+        }
+    }
+}
+
+fn decode_freshness(number: i32) -> Result<IndexFreshness, IndexMessageError> {
+    let named =
+        pb::Trust::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
+    Ok(match named {
+        // An unknown number could have any meaning.
+        pb::Trust::Unspecified => return Err(IndexMessageError::UnknownNumber(number)),
+        pb::Trust::Exact => IndexFreshness::Exact,
+        pb::Trust::CatchingUp => IndexFreshness::CatchingUp,
+        pb::Trust::Incomplete => IndexFreshness::Incomplete,
+        pb::Trust::Stale => IndexFreshness::Stale,
+        pb::Trust::Absent => IndexFreshness::Absent,
+    })
+}
+
+impl From<StaleReason> for pb::Because {
+    fn from(because: StaleReason) -> Self {
+        match because {
+            StaleReason::NoSource => pb::Because::NoSource,
+            StaleReason::Connecting => pb::Because::Connecting,
+            StaleReason::Replaying => pb::Because::Replaying,
+            StaleReason::Detached => pb::Because::Detached,
+            StaleReason::LostBatches => pb::Because::LostBatches,
+            StaleReason::UnreportedBlocks => pb::Because::UntoldBlocks,
+            StaleReason::Undecodable => pb::Because::Undecodable,
+            StaleReason::Silent => pb::Because::Silent,
+            StaleReason::BlockSizeMismatch => pb::Because::BlockSizeMismatch,
+            StaleReason::OtherRank => pb::Because::OtherRank,
+        }
+    }
+}
+
+fn decode_reason(number: i32) -> Result<Option<StaleReason>, IndexMessageError> {
+    let named =
+        pb::Because::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
+    Ok(Some(match named {
+        pb::Because::Unspecified => return Ok(None),
+        pb::Because::NoSource => StaleReason::NoSource,
+        pb::Because::Connecting => StaleReason::Connecting,
+        pb::Because::Replaying => StaleReason::Replaying,
+        pb::Because::Detached => StaleReason::Detached,
+        pb::Because::LostBatches => StaleReason::LostBatches,
+        pb::Because::UntoldBlocks => StaleReason::UnreportedBlocks,
+        pb::Because::Undecodable => StaleReason::Undecodable,
+        pb::Because::Silent => StaleReason::Silent,
+        pb::Because::BlockSizeMismatch => StaleReason::BlockSizeMismatch,
+        pb::Because::OtherRank => StaleReason::OtherRank,
+    }))
+}

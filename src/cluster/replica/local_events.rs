@@ -1,0 +1,91 @@
+//! Local changes on their way to the event loop of replica sync.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc};
+use warmroute_core::block::BlockHashes;
+use warmroute_core::fleet::FleetMember;
+use warmroute_core::load::ReservationEvent;
+use warmroute_core::router::RoutedPrompts;
+use warmroute_core::worker::WorkerId;
+
+use super::prediction_gate::PredictionGate;
+use super::{ReplicaEvent, ReplicaId};
+
+/// Sends local changes to the event loop. It never waits.
+#[derive(Clone, Debug)]
+pub struct LocalEvents {
+    replica: ReplicaId,
+    events_tx: mpsc::UnboundedSender<ReplicaEvent>,
+    pub(super) gate: Arc<PredictionGate>,
+    pub(super) session_updates: Arc<Notify>,
+}
+
+/// Both ends of the queue of local changes. The router exists before replica sync starts.
+#[derive(Debug)]
+pub struct LocalEventChannel {
+    /// End of the router.
+    pub events: LocalEvents,
+    /// End of the event loop.
+    pub(super) events_rx: mpsc::UnboundedReceiver<ReplicaEvent>,
+}
+
+impl LocalEventChannel {
+    /// Creates an empty queue under a random replica id.
+    pub fn new() -> Self {
+        let (events_tx, events_rx) = mpsc::unbounded_channel();
+        let events = LocalEvents {
+            replica: ReplicaId(rand::random()),
+            events_tx,
+            gate: Arc::default(),
+            session_updates: Arc::default(),
+        };
+        Self { events, events_rx }
+    }
+}
+
+impl Default for LocalEventChannel {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl LocalEvents {
+    /// Returns the id of this replica.
+    pub fn replica_id(&self) -> ReplicaId {
+        self.replica
+    }
+
+    /// Records a change of a reservation.
+    pub fn record_reservation(&self, event: ReservationEvent) {
+        self.send(ReplicaEvent::Load(event));
+    }
+
+    /// Records that a worker is avoided for this time.
+    pub fn record_overload(&self, worker: WorkerId, time: Duration) {
+        self.send(ReplicaEvent::Overloaded(worker, time));
+    }
+
+    /// Records prompts that a rank with a predicted cache accepted, if there is a peer and room.
+    pub fn record_routed(&self, member: &FleetMember, prompts: &[BlockHashes]) {
+        if self.gate.try_admit() {
+            self.send(ReplicaEvent::Routed(RoutedPrompts::new(member, prompts)));
+        }
+    }
+
+    /// Reports that the session store has updates.
+    pub fn notify_session_updates(&self) {
+        self.session_updates.notify_one();
+    }
+
+    /// Records the first token of an exchange that this replica does not serve.
+    pub(super) fn record_first_token(&self, name: &str) {
+        self.send(ReplicaEvent::FirstToken(name.to_owned()));
+    }
+
+    fn send(&self, event: ReplicaEvent) {
+        // Without an event loop the process is shutting down.
+        self.events_tx.send(event).ok();
+    }
+}

@@ -1,0 +1,289 @@
+//! Reservations of one peer, booked in the local load tracker. Dropping the mirror releases them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use warmroute_core::load::{
+    BookingId, LoadBooking, LoadTracker, Reservation, ReservationEvent, ReservationState,
+};
+use warmroute_core::router::RoutedPrompts;
+use warmroute_core::sessions::{SessionStore, UpdateKind};
+use warmroute_core::worker::{RankSlot, WorkerId, WorkerRank};
+
+use super::ReplicaEvent;
+use super::wire::UNKNOWN_SLOT;
+use crate::tracking_hash::TrackingKey;
+
+/// Maximum number of reservations of all peers.
+const MAX_RESERVATIONS: usize = 1 << 18;
+
+/// Maximum number of blocks reserved by one peer, each counted once per reservation.
+pub(super) const MAX_BLOCKS_PER_PEER: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
+
+/// Maximum number of blocks reserved by all peers, counted in the same way.
+pub(super) const MAX_BLOCKS_OF_ALL_PEERS: usize = if cfg!(test) { 3 << 17 } else { 1 << 24 };
+
+/// State of this process that messages of peers change.
+pub struct LocalView<'a> {
+    /// Load tracker.
+    pub load: &'a Arc<LoadTracker>,
+    /// Generation of the fleet; slots differ between generations.
+    pub generation: u64,
+    /// Returns the slot of a rank.
+    pub slot: &'a dyn Fn(WorkerRank) -> Option<RankSlot>,
+    /// Key of `routing.block_hash`, if configured.
+    pub key: Option<&'a TrackingKey>,
+    /// Session table, if sessions are configured.
+    pub sessions: Option<&'a SessionStore>,
+    /// Called when a worker is overloaded.
+    pub on_overloaded: &'a dyn Fn(WorkerId, Duration),
+    /// Called for the first token of the exchange of this name.
+    pub on_first_token: &'a dyn Fn(&str),
+    /// Called for prompts routed to a rank whose cache is predicted.
+    pub on_routed: &'a dyn Fn(RoutedPrompts),
+    /// Called for a booking made just now.
+    pub on_booked: &'a dyn Fn(&LoadBooking),
+}
+
+/// Number of reservations and of their blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct ReservationTotals {
+    pub(super) reservations: usize,
+    pub(super) blocks: usize,
+}
+
+/// Reservations of a peer.
+#[derive(Debug, Default)]
+pub(super) struct ReservationMirror {
+    bookings: BTreeMap<BookingId, MirroredReservation>,
+    /// Number of reservations on workers that are unknown here.
+    waiting: usize,
+    /// Number of blocks of all reservations.
+    blocks: usize,
+    /// Reservations of all other peers.
+    others: ReservationTotals,
+    /// Reservations that were not counted, because they or their blocks exceed a limit.
+    refused: u64,
+    /// Fleet generation that the slots belong to.
+    generation: u64,
+}
+
+#[derive(Debug)]
+struct MirroredReservation {
+    live: ReservationState,
+    reservation: Option<Reservation>,
+}
+
+impl ReservationMirror {
+    /// Applies an event of the peer.
+    pub(super) fn apply(&mut self, event: ReplicaEvent, view: &LocalView<'_>) {
+        match event {
+            ReplicaEvent::Load(ReservationEvent::Booked { id, bookings })
+                if !self.bookings.contains_key(&id) =>
+            {
+                self.insert(id, ReservationState::new(bookings), view);
+            }
+            ReplicaEvent::Load(ReservationEvent::Booked { .. }) => {}
+            ReplicaEvent::Load(ReservationEvent::Released(id)) => self.remove(id),
+            ReplicaEvent::Load(news) => self.update(news, view),
+            ReplicaEvent::Session(word) => {
+                if let Some(sessions) = view.sessions {
+                    sessions.apply_update(word, UpdateKind::InUse);
+                }
+            }
+            ReplicaEvent::Overloaded(worker, left) => (view.on_overloaded)(worker, left),
+            ReplicaEvent::FirstToken(name) => (view.on_first_token)(&name),
+            ReplicaEvent::Routed(routed) => (view.on_routed)(routed),
+        }
+    }
+
+    /// Replaces all reservations of the peer by those of a snapshot. Equal ones stay; new ones are
+    /// booked before old ones are released, so that the load is never underestimated.
+    pub(super) fn replace(
+        &mut self,
+        all: Vec<(BookingId, ReservationState)>,
+        view: &LocalView<'_>,
+    ) {
+        let mut before = std::mem::take(self);
+        self.generation = view.generation;
+        self.refused = before.refused;
+        self.others = before.others;
+        for (id, live) in all {
+            match before.bookings.remove(&id) {
+                Some(known)
+                    if known.live.is_equivalent(&live)
+                        && !known.is_cut()
+                        && self.has_room_for(&known) =>
+                {
+                    self.waiting += usize::from(known.reservation.is_none());
+                    self.blocks += known.blocks();
+                    self.bookings.insert(id, known);
+                }
+                known => {
+                    self.insert(id, live, view);
+                    drop(known);
+                }
+            }
+        }
+    }
+
+    /// Books reservations whose worker has become known or has changed its slot.
+    pub(super) fn relocate(&mut self, view: &LocalView<'_>) {
+        if std::mem::replace(&mut self.generation, view.generation) != view.generation {
+            for mirrored in self
+                .bookings
+                .values_mut()
+                .filter(|mirrored| mirrored.is_cut())
+            {
+                mirrored.reservation = None;
+                self.waiting += 1;
+            }
+        }
+        if self.waiting == 0 {
+            return;
+        }
+        for mirrored in self
+            .bookings
+            .values_mut()
+            .filter(|mirrored| mirrored.reservation.is_none())
+        {
+            mirrored.reserve(view);
+            self.waiting -= usize::from(mirrored.reservation.is_some());
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.bookings.len()
+    }
+
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Returns the number of reservations that were not counted.
+    pub(super) fn refused(&self) -> u64 {
+        self.refused
+    }
+
+    /// Returns the totals of the peer.
+    pub(super) fn totals(&self) -> ReservationTotals {
+        ReservationTotals {
+            reservations: self.bookings.len(),
+            blocks: self.blocks,
+        }
+    }
+
+    /// Sets the totals of all other peers.
+    pub(super) fn set_others(&mut self, others: ReservationTotals) {
+        self.others = others;
+    }
+
+    /// Returns whether a further reservation is within the limits.
+    fn has_room_for(&self, mirrored: &MirroredReservation) -> bool {
+        let reservations = self.bookings.len() + self.others.reservations;
+        reservations < MAX_RESERVATIONS && self.blocks + mirrored.blocks() <= self.max_blocks()
+    }
+
+    /// Returns the maximum number of blocks of the peer.
+    fn max_blocks(&self) -> usize {
+        MAX_BLOCKS_PER_PEER.min(MAX_BLOCKS_OF_ALL_PEERS.saturating_sub(self.others.blocks))
+    }
+
+    fn insert(&mut self, id: BookingId, live: ReservationState, view: &LocalView<'_>) {
+        let mut mirrored = MirroredReservation {
+            live,
+            reservation: None,
+        };
+        if !self.has_room_for(&mirrored) {
+            self.refused += 1;
+            return;
+        }
+        self.blocks += mirrored.blocks();
+        mirrored.reserve(view);
+        self.waiting += usize::from(mirrored.reservation.is_none());
+        self.bookings.insert(id, mirrored);
+    }
+
+    fn remove(&mut self, id: BookingId) {
+        let Some(removed) = self.bookings.remove(&id) else {
+            return;
+        };
+        self.blocks -= removed.blocks();
+        self.waiting -= usize::from(removed.reservation.is_none());
+    }
+
+    fn update(&mut self, mut news: ReservationEvent, view: &LocalView<'_>) {
+        let (ReservationEvent::FirstToken(id)
+        | ReservationEvent::OutputBlocks { id, .. }
+        | ReservationEvent::Moved { id, .. }) = news
+        else {
+            return;
+        };
+        let most_blocks = self.max_blocks();
+        let Some(mirrored) = self.bookings.get_mut(&id) else {
+            return;
+        };
+        if let ReservationEvent::Moved { to: Some(to), .. } = &mut news {
+            locate(to, view);
+        }
+        let before = mirrored.blocks();
+        mirrored.live.apply(&news);
+        let after = mirrored.blocks();
+        self.blocks = self.blocks - before + after;
+        if after > before && self.blocks > most_blocks {
+            self.refused += 1;
+            return self.remove(id);
+        }
+        let MirroredReservation {
+            reservation: Some(reservation),
+            ..
+        } = mirrored
+        else {
+            return;
+        };
+        match news {
+            ReservationEvent::FirstToken(_) => _ = reservation.on_first_token(),
+            ReservationEvent::OutputBlocks {
+                count, fraction, ..
+            } => reservation.add_output_blocks(count, fraction),
+            ReservationEvent::Moved { to, .. } => {
+                let goes_on = to.is_some();
+                if !reservation.relocate(|_, _| to) && goes_on {
+                    // The target is not in the fleet yet.
+                    mirrored.reservation = None;
+                    self.waiting += 1;
+                }
+            }
+            ReservationEvent::Booked { .. } | ReservationEvent::Released(_) => {}
+        }
+    }
+}
+
+impl MirroredReservation {
+    fn blocks(&self) -> usize {
+        self.live
+            .bookings
+            .iter()
+            .map(|booking| booking.sequences.block_count())
+            .sum()
+    }
+
+    fn is_cut(&self) -> bool {
+        self.reservation
+            .as_ref()
+            .is_some_and(Reservation::is_interrupted)
+    }
+
+    fn reserve(&mut self, view: &LocalView<'_>) {
+        self.live
+            .bookings
+            .iter_mut()
+            .for_each(|booking| locate(booking, view));
+        self.reservation = view.load.mirror(&self.live);
+    }
+}
+
+fn locate(booking: &mut LoadBooking, view: &LocalView<'_>) {
+    booking.slot = (view.slot)(booking.rank).unwrap_or(UNKNOWN_SLOT);
+}

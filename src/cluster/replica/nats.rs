@@ -1,0 +1,238 @@
+//! NATS connection: subjects, subscriptions, and sends with a short timeout.
+//!
+//! The client reconnects by itself. Messages that cannot be sent meanwhile are lost; peers detect
+//! them by the batch numbers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use async_nats::connection::State;
+use async_nats::{Auth, AuthError, Client, ConnectOptions, Event, Message, Subscriber};
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+use super::ReplicaId;
+use super::config::{NatsConfig, ReplicasConfig};
+
+/// Timeout of a send.
+const SEND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Timeout of the flush at shutdown.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Ping interval. A server that does not answer for twice as long is considered disconnected.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Capacity of the queue of each subscription. Further messages are dropped; the gap in the batch
+/// numbers leads to a snapshot request.
+const SUBSCRIPTION_CAPACITY: usize = 4096;
+
+/// Connection of this replica.
+pub(super) struct NatsLink {
+    client: Client,
+    events: String,
+    group: String,
+    inbox: String,
+    echo: String,
+}
+
+/// Subscriptions of this replica.
+pub(super) struct NatsSubscriptions {
+    /// Batches of all replicas.
+    pub(super) batches: Subscriber,
+    /// Requests for a snapshot of this replica.
+    pub(super) snapshot_requests: Subscriber,
+    /// Snapshot parts sent to this replica.
+    pub(super) snapshot_parts: Subscriber,
+    /// Echo messages of this replica.
+    pub(super) echoes: Subscriber,
+    /// Connection events.
+    pub(super) connection_events: mpsc::UnboundedReceiver<Event>,
+}
+
+/// Received message; `None` if the subscription has ended.
+pub(super) enum NatsMessage {
+    Batch(Option<Message>),
+    SnapshotRequest(Option<Message>),
+    SnapshotPart(Option<Message>),
+    Echo(Option<Message>),
+    Connection(Option<Event>),
+}
+
+impl NatsSubscriptions {
+    /// Returns the next message. Cancel-safe.
+    pub(super) async fn next(&mut self) -> NatsMessage {
+        tokio::select! {
+            message = self.batches.next() => NatsMessage::Batch(message),
+            message = self.snapshot_requests.next() => NatsMessage::SnapshotRequest(message),
+            message = self.snapshot_parts.next() => NatsMessage::SnapshotPart(message),
+            message = self.echoes.next() => NatsMessage::Echo(message),
+            state = self.connection_events.recv() => NatsMessage::Connection(state),
+        }
+    }
+}
+
+impl NatsLink {
+    /// Starts to connect and subscribes. Returns before the connection is established.
+    pub(super) async fn open(
+        settings: &ReplicasConfig,
+        id: ReplicaId,
+    ) -> anyhow::Result<(Self, NatsSubscriptions)> {
+        let (events_tx, states) = mpsc::unbounded_channel();
+        let options = connect_options(&settings.nats)
+            .await?
+            .name("warmroute")
+            .retry_on_initial_connect()
+            .ping_interval(PING_INTERVAL)
+            .connection_timeout(SEND_TIMEOUT * 2)
+            .subscription_capacity(SUBSCRIPTION_CAPACITY)
+            .reconnect_delay_callback(|tries| Duration::from_millis(50 << tries.min(5)))
+            .event_callback(move |event| {
+                events_tx.send(event).ok();
+                std::future::ready(())
+            });
+        let client = options
+            .connect(&settings.nats.servers[..])
+            .await
+            .context("the NATS client cannot be created")?;
+        let group = settings.group.clone();
+        let inbox = client.new_inbox();
+        let events = format!("warmroute.{group}.events.{id}");
+        let echo = format!("warmroute.{group}.echo.{id}");
+        let link = Self {
+            events,
+            group,
+            inbox,
+            echo,
+            client,
+        };
+        let ears = NatsSubscriptions {
+            batches: link
+                .client
+                .subscribe(format!("warmroute.{}.events.*", link.group))
+                .await?,
+            snapshot_requests: link.client.subscribe(link.request_subject(id)).await?,
+            snapshot_parts: link.client.subscribe(link.inbox.clone()).await?,
+            echoes: link.client.subscribe(link.echo.clone()).await?,
+            connection_events: states,
+        };
+        Ok((link, ears))
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        self.client.connection_state() == State::Connected
+    }
+
+    /// Returns the maximum message size.
+    pub(super) fn max_message_bytes(&self) -> usize {
+        self.client.max_payload()
+    }
+
+    /// Publishes a message to all replicas. Returns whether it was sent.
+    pub(super) async fn publish(&self, message: &impl prost::Message) -> bool {
+        self.send(self.events.clone(), None, message.encode_to_vec().into())
+            .await
+    }
+
+    /// Requests a snapshot from a peer.
+    pub(super) async fn request_snapshot(&self, peer: ReplicaId) -> bool {
+        self.send(
+            self.request_subject(peer),
+            Some(self.inbox.clone()),
+            Bytes::new(),
+        )
+        .await
+    }
+
+    /// Returns whether the message was published by this replica.
+    pub(super) fn is_own(&self, subject: &str) -> bool {
+        subject == self.events
+    }
+
+    /// Returns whether the message was published by `replica`.
+    pub(super) fn is_from(&self, subject: &str, replica: ReplicaId) -> bool {
+        subject.rsplit('.').next() == Some(replica.to_string().as_str())
+    }
+
+    /// Sends an echo message to this replica, which measures the propagation delay.
+    pub(super) async fn send_echo(&self, nanos: u64) -> bool {
+        self.send(
+            self.echo.clone(),
+            None,
+            Bytes::copy_from_slice(&nanos.to_be_bytes()),
+        )
+        .await
+    }
+
+    /// Replies to a request.
+    pub(super) async fn reply(&self, to: String, message: &impl prost::Message) -> bool {
+        self.send(to, None, message.encode_to_vec().into()).await
+    }
+
+    /// Flushes the connection, with a timeout.
+    pub(super) async fn flush(&self) {
+        timeout(FLUSH_TIMEOUT, self.client.flush()).await.ok();
+    }
+
+    async fn send(&self, subject: String, reply: Option<String>, bytes: Bytes) -> bool {
+        if !self.is_up() {
+            return false;
+        }
+        let sent = match reply {
+            None => timeout(SEND_TIMEOUT, self.client.publish(subject, bytes)).await,
+            Some(reply) => {
+                timeout(
+                    SEND_TIMEOUT,
+                    self.client.publish_with_reply(subject, reply, bytes),
+                )
+                .await
+            }
+        };
+        matches!(sent, Ok(Ok(())))
+    }
+
+    fn request_subject(&self, of: ReplicaId) -> String {
+        format!("warmroute.{}.ask.{of}", self.group)
+    }
+}
+
+async fn connect_options(nats: &NatsConfig) -> anyhow::Result<ConnectOptions> {
+    let mut options = match &nats.credentials_file {
+        Some(file) => ConnectOptions::with_credentials_file(file)
+            .await
+            .with_context(|| format!("the credentials in {} cannot be used", file.display()))?,
+        None if nats.token_file.is_some() || nats.user.is_some() => {
+            let nats = Arc::new(nats.clone());
+            ConnectOptions::with_auth_callback(move |_| {
+                let nats = nats.clone();
+                async move { auth(&nats).await.map_err(AuthError::new) }
+            })
+        }
+        None => ConnectOptions::new(),
+    };
+    if let Some(file) = &nats.ca_file {
+        options = options.add_root_certificates(file.clone());
+    }
+    if let (Some(cert), Some(key)) = (&nats.cert_file, &nats.key_file) {
+        options = options.add_client_certificate(cert.clone(), key.clone());
+    }
+    Ok(options)
+}
+
+/// Reads the current credentials.
+async fn auth(nats: &NatsConfig) -> std::io::Result<Auth> {
+    let read = async |file: &Option<std::path::PathBuf>| match file {
+        Some(file) => tokio::fs::read_to_string(file)
+            .await
+            .map(|text| Some(text.trim().to_owned())),
+        None => Ok(None),
+    };
+    let mut auth = Auth::new();
+    auth.token = read(&nats.token_file).await?;
+    auth.password = read(&nats.password_file).await?;
+    auth.username = nats.user.clone();
+    Ok(auth)
+}

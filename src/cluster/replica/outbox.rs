@@ -1,0 +1,234 @@
+//! Outgoing state of this replica.
+//!
+//! Stores the live reservations, so that a snapshot can be sent at any time, and numbers the
+//! batches, so that peers detect missing ones.
+
+use std::collections::{BTreeMap, HashMap};
+
+use prost::Message as _;
+use warmroute_core::load::{BookingId, ReservationEvent, ReservationState};
+
+use super::proto::event::Event as Any;
+use super::proto::{Batch, Event, SnapshotPart};
+use super::{ReplicaEvent, ReplicaId, wire};
+use crate::tracking_hash::TrackingKey;
+
+/// Maximum message size, unless the server allows less.
+const MAX_MESSAGE_BYTES: usize = 512 * 1024;
+
+/// Bytes reserved for the fields beside the events.
+const ENVELOPE_BYTES: usize = 4 * 1024;
+
+/// Live reservations and unsent events of this replica.
+#[derive(Debug)]
+pub struct ReplicaOutbox {
+    id: ReplicaId,
+    name: String,
+    key: Option<TrackingKey>,
+    max_bytes: usize,
+    /// Sequence number of the last batch with events.
+    sequence: u64,
+    draining: bool,
+    reservations: BTreeMap<BookingId, ReservationState>,
+    pending: PendingBatch,
+    batches: Vec<Batch>,
+}
+
+/// Events of the next batch.
+#[derive(Debug, Default)]
+struct PendingBatch {
+    events: Vec<Event>,
+    bytes: usize,
+    /// Index of the last output-block event of each booking, into which further blocks are merged.
+    outputs: HashMap<BookingId, usize>,
+}
+
+impl ReplicaOutbox {
+    /// Creates an outbox without reservations.
+    pub fn new(id: ReplicaId, name: String) -> Self {
+        Self {
+            id,
+            name,
+            key: None,
+            max_bytes: MAX_MESSAGE_BYTES - ENVELOPE_BYTES,
+            sequence: 0,
+            draining: false,
+            reservations: BTreeMap::new(),
+            pending: PendingBatch::default(),
+            batches: Vec::new(),
+        }
+    }
+
+    /// Sets the key that encrypts the block hashes of routed prompts. All replicas share it.
+    #[must_use]
+    pub fn with_key(self, key: Option<TrackingKey>) -> Self {
+        Self { key, ..self }
+    }
+
+    /// Sets the maximum message size.
+    pub(super) fn set_max_bytes(&mut self, bytes: usize) {
+        self.max_bytes = bytes
+            .min(MAX_MESSAGE_BYTES)
+            .saturating_sub(ENVELOPE_BYTES)
+            .max(ENVELOPE_BYTES);
+    }
+
+    /// Marks the replica as draining in all further messages. Returns whether it was not marked
+    /// before.
+    pub(super) fn set_draining(&mut self) -> bool {
+        !std::mem::replace(&mut self.draining, true)
+    }
+
+    /// Records a local event.
+    pub fn record(&mut self, event: &ReplicaEvent) {
+        if let ReplicaEvent::Load(news) = event {
+            self.track(news);
+            if self.try_merge(news) {
+                return;
+            }
+        }
+        let message = wire::encode_event(event, self.max_named_blocks(), self.key.as_ref());
+        let bytes = message.encoded_len() + 8;
+        if self.pending.bytes + bytes > self.max_bytes {
+            self.close_batch();
+        }
+        if let ReplicaEvent::Load(ReservationEvent::OutputBlocks { id, .. }) = event {
+            self.pending.outputs.insert(*id, self.pending.events.len());
+        }
+        self.pending.bytes += bytes;
+        self.pending.events.push(message);
+    }
+
+    /// Returns the batches to publish.
+    pub fn take_batches(&mut self) -> Vec<Batch> {
+        self.close_batch();
+        std::mem::take(&mut self.batches)
+    }
+
+    /// Returns a heartbeat.
+    pub fn heartbeat(&self) -> Batch {
+        let replica = self.id.0;
+        let name = self.name.clone();
+        let sequence = self.sequence;
+        let draining = self.draining;
+        Batch {
+            replica,
+            name,
+            sequence,
+            draining,
+            ..Batch::default()
+        }
+    }
+
+    /// Returns a snapshot as of the last batch. Pending events must have been published before.
+    pub fn snapshot(&self, other_events: &[ReplicaEvent]) -> Vec<SnapshotPart> {
+        let named = self.max_named_blocks();
+        let reservations = self
+            .reservations
+            .iter()
+            .map(|(id, live)| wire::encode_reservation(*id, live, named));
+        let events = reservations.chain(
+            other_events
+                .iter()
+                .map(|event| wire::encode_event(event, named, self.key.as_ref())),
+        );
+        let new = |part| SnapshotPart {
+            replica: self.id.0,
+            sequence: self.sequence,
+            part,
+            ..SnapshotPart::default()
+        };
+        let mut parts = Vec::new();
+        let mut current = new(0);
+        let mut bytes = 0;
+        for event in events {
+            let more = event.encoded_len() + 8;
+            if bytes + more > self.max_bytes {
+                let next = new(current.part + 1);
+                parts.push(std::mem::replace(&mut current, next));
+                bytes = 0;
+            }
+            bytes += more;
+            current.events.push(event);
+        }
+        current.last = true;
+        parts.push(current);
+        parts
+    }
+
+    /// Returns the number of live reservations.
+    pub(super) fn len(&self) -> usize {
+        self.reservations.len()
+    }
+
+    #[cfg(test)]
+    pub(super) fn reservations(&self) -> impl Iterator<Item = &ReservationState> {
+        self.reservations.values()
+    }
+
+    /// Returns the maximum number of blocks that one event names: half a message.
+    fn max_named_blocks(&self) -> usize {
+        self.max_bytes / 2 / size_of::<u64>()
+    }
+
+    fn track(&mut self, news: &ReservationEvent) {
+        match news {
+            ReservationEvent::Booked { id, bookings } => {
+                self.reservations
+                    .insert(*id, ReservationState::new(bookings.clone()));
+            }
+            ReservationEvent::Released(id) => {
+                self.reservations.remove(id);
+            }
+            ReservationEvent::FirstToken(id)
+            | ReservationEvent::OutputBlocks { id, .. }
+            | ReservationEvent::Moved { id, .. } => {
+                if let Some(live) = self.reservations.get_mut(id) {
+                    live.apply(news);
+                }
+            }
+        }
+    }
+
+    /// Merges the event into a pending one. Returns false if that is not possible.
+    fn try_merge(&mut self, news: &ReservationEvent) -> bool {
+        let ReservationEvent::OutputBlocks {
+            id,
+            count,
+            fraction,
+        } = news
+        else {
+            return false;
+        };
+        let Some(event) = self
+            .pending
+            .outputs
+            .get(id)
+            .and_then(|at| self.pending.events.get_mut(*at))
+        else {
+            return false;
+        };
+        match &mut event.event {
+            // A fraction applies to all output blocks, including earlier ones.
+            Some(Any::OutputBlocks(pending))
+                if fraction.is_some() || pending.fraction.is_none() =>
+            {
+                pending.count += *count as u64;
+                pending.fraction = *fraction;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn close_batch(&mut self) {
+        let PendingBatch { events, .. } = std::mem::take(&mut self.pending);
+        if !events.is_empty() {
+            self.sequence += 1;
+            self.batches.push(Batch {
+                events,
+                ..self.heartbeat()
+            });
+        }
+    }
+}

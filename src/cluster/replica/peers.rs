@@ -1,0 +1,482 @@
+//! State received from the other replicas.
+//!
+//! Of each peer, either every batch up to a sequence number is known, or batches are missing and a
+//! snapshot was requested. Batches that arrive meanwhile are deferred until the snapshot is
+//! complete.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use prost::Message as _;
+use rand::Rng;
+use serde::Serialize;
+use warmroute_core::load::{BookingId, ReservationEvent, ReservationState};
+use warmroute_core::sessions::UpdateKind;
+
+use super::mirror::{LocalView, ReservationMirror, ReservationTotals};
+use super::proto::event::Event as Any;
+use super::proto::{Batch, Event, SnapshotPart};
+use super::wire::BlockNamer;
+use super::{ReplicaEvent, ReplicaId, wire};
+
+/// Maximum number of peers.
+const MAX_PEERS: usize = 128;
+
+/// Maximum number of batches deferred during a snapshot transfer. If a peer sends more, the
+/// snapshot is requested again.
+const MAX_DEFERRED_BATCHES: usize = 1024;
+
+/// Maximum number of parts of a snapshot.
+const MAX_SNAPSHOT_PARTS: u32 = 4096;
+
+/// Maximum memory of incomplete snapshots and deferred batches of all peers.
+const MAX_PENDING_BYTES: usize = if cfg!(test) { 1 << 20 } else { 256 << 20 };
+
+/// Time without a snapshot part after which the snapshot is requested again.
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Table of all peers.
+#[derive(Debug)]
+pub struct PeerTable {
+    own_id: ReplicaId,
+    lease: Duration,
+    last_tick: Option<Instant>,
+    peers: BTreeMap<ReplicaId, PeerReplica>,
+    /// Time since which sessions of a departed peer may have no owner.
+    orphaned_since: Option<Instant>,
+}
+
+/// Action requested by the state machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PeerAction {
+    /// Request a snapshot from the peer.
+    FetchSnapshot(ReplicaId),
+    /// Send a heartbeat.
+    SendHeartbeat,
+}
+
+/// Change for logs and metrics.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PeerChange {
+    /// A peer joined.
+    Joined(ReplicaId, String),
+    /// Messages of a peer were lost.
+    Gap(ReplicaId),
+    /// The snapshot of a peer is complete, with its number of reservations.
+    Synced(ReplicaId, usize),
+    /// A peer left.
+    Left(ReplicaId, String),
+    /// A peer sent nothing for the lease; this number of reservations is dropped.
+    TimedOut(ReplicaId, String, usize),
+}
+
+/// Result of handling a message or a tick.
+#[derive(Debug, Default)]
+pub struct PeerUpdate {
+    /// Messages to send.
+    pub actions: Vec<PeerAction>,
+    /// Changes for the log and the metrics.
+    pub changes: Vec<PeerChange>,
+}
+
+#[derive(Debug)]
+struct PeerReplica {
+    name: String,
+    last_received: Instant,
+    draining: bool,
+    state: PeerState,
+    mirror: ReservationMirror,
+}
+
+#[derive(Debug)]
+enum PeerState {
+    /// Every batch up to `last` is known.
+    Synced { last: u64 },
+    /// A snapshot was requested.
+    CatchingUp(SnapshotFetch),
+}
+
+#[derive(Debug)]
+struct SnapshotFetch {
+    requested_at: Instant,
+    /// Received parts of the snapshot.
+    parts: Vec<Event>,
+    next_part: u32,
+    sequence: u64,
+    deferred: Vec<Batch>,
+    /// Memory of the parts and deferred batches.
+    bytes: usize,
+}
+
+/// Peer on the status page.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct PeerStatus {
+    replica: ReplicaId,
+    name: String,
+    /// True if all of its batches are known.
+    level: bool,
+    reservations: usize,
+    /// Reservations on workers that are unknown here.
+    on_unknown_workers: usize,
+    /// Reservations that are not counted, because they or their blocks exceed a limit.
+    refused: u64,
+    heard_ms_ago: u128,
+}
+
+impl PeerTable {
+    /// Starts without peers. A peer that sends nothing for `lease` is silent.
+    pub fn new(own_id: ReplicaId, lease: Duration) -> Self {
+        Self {
+            own_id,
+            lease,
+            last_tick: None,
+            peers: BTreeMap::new(),
+            orphaned_since: None,
+        }
+    }
+
+    /// Handles a batch.
+    pub fn on_batch(
+        &mut self,
+        batch: Batch,
+        view: &LocalView<'_>,
+        now: Instant,
+        rng: &mut impl Rng,
+    ) -> PeerUpdate {
+        let from = ReplicaId(batch.replica);
+        let mut outcome = PeerUpdate::default();
+        if from == self.own_id {
+            return outcome;
+        }
+        if batch.leaving {
+            outcome.changes.extend(
+                self.peers
+                    .remove(&from)
+                    .map(|peer| PeerChange::Left(from, peer.name)),
+            );
+            self.orphaned_since.get_or_insert(now);
+            return outcome;
+        }
+        outcome
+            .actions
+            .extend(batch.hello.then_some(PeerAction::SendHeartbeat));
+        if !self.peers.contains_key(&from) {
+            if self.peers.len() >= MAX_PEERS {
+                return outcome;
+            }
+            outcome
+                .changes
+                .push(PeerChange::Joined(from, batch.name.clone()));
+            outcome.actions.push(PeerAction::FetchSnapshot(from));
+            let standing = PeerState::CatchingUp(SnapshotFetch::new(now));
+            let peer = PeerReplica {
+                name: batch.name.clone(),
+                last_received: now,
+                draining: false,
+                state: standing,
+                mirror: ReservationMirror::default(),
+            };
+            self.peers.insert(from, peer);
+        }
+        let room = self.free_pending_bytes();
+        self.count_others(from);
+        let Some(peer) = self.peers.get_mut(&from) else {
+            return outcome;
+        };
+        peer.last_received = now;
+        peer.draining |= batch.draining;
+        if !peer.apply_batch(batch, view, rng, room) {
+            outcome.changes.push(PeerChange::Gap(from));
+            outcome.actions.push(PeerAction::FetchSnapshot(from));
+            peer.state.fall_behind(now);
+        }
+        outcome
+    }
+
+    /// Handles a part of a snapshot.
+    pub fn on_snapshot_part(
+        &mut self,
+        part: SnapshotPart,
+        view: &LocalView<'_>,
+        now: Instant,
+        rng: &mut impl Rng,
+    ) -> PeerUpdate {
+        let from = ReplicaId(part.replica);
+        let mut outcome = PeerUpdate::default();
+        let room = self.free_pending_bytes();
+        self.count_others(from);
+        let Some(peer) = self.peers.get_mut(&from) else {
+            return outcome;
+        };
+        peer.last_received = now;
+        let PeerState::CatchingUp(behind) = &mut peer.state else {
+            return outcome;
+        };
+        let Some((events, last)) = behind.collect(part, now, room) else {
+            return outcome;
+        };
+        let later = std::mem::take(&mut behind.deferred);
+        peer.apply_snapshot(events, view, rng);
+        peer.state = PeerState::Synced { last };
+        let mut is_level = true;
+        for batch in later {
+            is_level = is_level && peer.apply_batch(batch, view, rng, room);
+        }
+        if is_level {
+            outcome
+                .changes
+                .push(PeerChange::Synced(from, peer.mirror.len()));
+        } else {
+            outcome.changes.push(PeerChange::Gap(from));
+            outcome.actions.push(PeerAction::FetchSnapshot(from));
+            peer.state.fall_behind(now);
+        }
+        outcome
+    }
+
+    /// Sets the reservations of all other peers, for the limits that all peers share.
+    fn count_others(&mut self, id: ReplicaId) {
+        let mut others = ReservationTotals::default();
+        for (_, peer) in self.peers.iter().filter(|(other, _)| **other != id) {
+            let totals = peer.mirror.totals();
+            others.reservations += totals.reservations;
+            others.blocks += totals.blocks;
+        }
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.mirror.set_others(others);
+        }
+    }
+
+    /// Returns the bytes available for incomplete snapshots.
+    fn free_pending_bytes(&self) -> usize {
+        MAX_PENDING_BYTES.saturating_sub(self.pending_bytes())
+    }
+
+    pub(super) fn pending_bytes(&self) -> usize {
+        let bytes = |peer: &PeerReplica| match &peer.state {
+            PeerState::CatchingUp(behind) => behind.bytes,
+            PeerState::Synced { .. } => 0,
+        };
+        self.peers.values().map(bytes).sum()
+    }
+
+    #[cfg(test)]
+    pub(super) fn blocks_by_peer(&self) -> Vec<usize> {
+        self.peers
+            .values()
+            .map(|peer| peer.mirror.totals().blocks)
+            .collect()
+    }
+
+    /// Detects peers that timed out, and repeats snapshot requests.
+    pub fn tick(&mut self, view: &LocalView<'_>, now: Instant) -> PeerUpdate {
+        let mut outcome = PeerUpdate::default();
+        let since = self
+            .last_tick
+            .replace(now)
+            .map(|last_tick| now.saturating_duration_since(last_tick));
+        if since.is_some_and(|since| since > self.lease / 2) {
+            // This process was suspended itself, so silence of the peers means nothing.
+            self.peers
+                .values_mut()
+                .for_each(|peer| peer.last_received = now);
+        }
+        let silent =
+            |peer: &PeerReplica| now.saturating_duration_since(peer.last_received) > self.lease;
+        for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
+            outcome
+                .changes
+                .push(PeerChange::TimedOut(id, peer.name, peer.mirror.len()));
+            self.orphaned_since.get_or_insert(now);
+        }
+        for (id, peer) in &mut self.peers {
+            peer.mirror.relocate(view);
+            if let PeerState::CatchingUp(behind) = &mut peer.state
+                && now.saturating_duration_since(behind.requested_at) > SNAPSHOT_TIMEOUT
+            {
+                behind.requested_at = now;
+                outcome.actions.push(PeerAction::FetchSnapshot(*id));
+            }
+        }
+        outcome
+    }
+
+    /// Returns whether all peers are synced.
+    pub(super) fn are_synced(&self) -> bool {
+        self.peers
+            .values()
+            .all(|peer| matches!(peer.state, PeerState::Synced { .. }))
+    }
+
+    /// Returns, once, whether this replica adopts the sessions of departed peers.
+    ///
+    /// The remaining replica with the lowest id does. If it has not known the departed peer, all
+    /// others do two leases later.
+    pub(super) fn should_adopt_sessions(&mut self, now: Instant) -> bool {
+        let is_first = self.peers.keys().all(|peer| self.own_id < *peer);
+        let is_due = |since: &mut Instant| {
+            is_first || now.saturating_duration_since(*since) > self.lease * 2
+        };
+        self.orphaned_since.take_if(is_due).is_some()
+    }
+
+    /// Returns the number of peers that do not drain.
+    pub(super) fn remaining(&self) -> usize {
+        self.peers.values().filter(|peer| !peer.draining).count()
+    }
+
+    pub(super) fn contains(&self, peer: ReplicaId) -> bool {
+        self.peers.contains_key(&peer)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Returns the number of reservations of all peers.
+    pub(super) fn reservations(&self) -> usize {
+        self.peers.values().map(|peer| peer.mirror.len()).sum()
+    }
+
+    pub(super) fn statuses(&self, now: Instant) -> Vec<PeerStatus> {
+        let shown = |(id, peer): (&ReplicaId, &PeerReplica)| PeerStatus {
+            replica: *id,
+            name: peer.name.clone(),
+            level: matches!(peer.state, PeerState::Synced { .. }),
+            reservations: peer.mirror.len(),
+            on_unknown_workers: peer.mirror.waiting(),
+            refused: peer.mirror.refused(),
+            heard_ms_ago: now
+                .saturating_duration_since(peer.last_received)
+                .as_millis(),
+        };
+        self.peers.iter().map(shown).collect()
+    }
+}
+
+impl PeerReplica {
+    /// Applies or defers a batch. Returns false if batches before it are missing.
+    fn apply_batch(
+        &mut self,
+        batch: Batch,
+        view: &LocalView<'_>,
+        rng: &mut impl Rng,
+        room: usize,
+    ) -> bool {
+        let has_events = !batch.events.is_empty();
+        match &mut self.state {
+            PeerState::CatchingUp(behind) => {
+                if has_events {
+                    behind.defer(batch, room);
+                }
+                true
+            }
+            // A heartbeat contains the number of the last batch.
+            PeerState::Synced { last } if !has_events => batch.sequence <= *last,
+            PeerState::Synced { last } if batch.sequence == last.saturating_add(1) => {
+                *last = batch.sequence;
+                let mut names = BlockNamer::new(rng, view.key);
+                for event in batch
+                    .events
+                    .into_iter()
+                    .filter_map(|event| wire::decode_event(event, &mut names))
+                {
+                    if let ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. }) = &event {
+                        bookings
+                            .iter()
+                            .for_each(|booking| (view.on_booked)(booking));
+                    }
+                    self.mirror.apply(event, view);
+                }
+                true
+            }
+            PeerState::Synced { last } => batch.sequence <= *last,
+        }
+    }
+
+    fn apply_snapshot(&mut self, events: Vec<Event>, view: &LocalView<'_>, rng: &mut impl Rng) {
+        let mut bookings: Vec<(BookingId, ReservationState)> = Vec::new();
+        let mut other_events: Vec<ReplicaEvent> = Vec::new();
+        let mut names = BlockNamer::new(rng, view.key);
+        for event in events {
+            match event.event {
+                Some(Any::Booked(booked)) => {
+                    bookings.push(wire::decode_reservation(booked, &mut names))
+                }
+                _ => other_events.extend(wire::decode_event(event, &mut names)),
+            }
+        }
+        self.mirror.replace(bookings, view);
+        for event in other_events {
+            match (event, view.sessions) {
+                (ReplicaEvent::Session(word), Some(sessions)) => {
+                    sessions.apply_update(word, UpdateKind::Snapshot)
+                }
+                (event, _) => self.mirror.apply(event, view),
+            }
+        }
+    }
+}
+
+impl PeerState {
+    /// Starts a new snapshot transfer.
+    fn fall_behind(&mut self, now: Instant) {
+        *self = PeerState::CatchingUp(SnapshotFetch::new(now));
+    }
+}
+
+impl SnapshotFetch {
+    fn new(requested_at: Instant) -> Self {
+        Self {
+            requested_at,
+            parts: Vec::new(),
+            next_part: 0,
+            sequence: 0,
+            deferred: Vec::new(),
+            bytes: 0,
+        }
+    }
+
+    /// Defers a batch. If there are too many, it is dropped, and the next batch shows the gap.
+    fn defer(&mut self, batch: Batch, room: usize) {
+        let bytes = wire::decoded_bytes(&batch.events, batch.encoded_len());
+        if self.deferred.len() < MAX_DEFERRED_BATCHES && bytes <= room {
+            self.bytes += bytes;
+            self.deferred.push(batch);
+        }
+    }
+
+    /// Adds a part. Returns the events and their sequence number after the last part.
+    ///
+    /// The first part restarts the transfer, because the snapshot may have been requested twice.
+    fn collect(
+        &mut self,
+        part: SnapshotPart,
+        now: Instant,
+        room: usize,
+    ) -> Option<(Vec<Event>, u64)> {
+        if part.part == 0 {
+            (self.next_part, self.sequence) = (0, part.sequence);
+            self.parts.clear();
+            self.bytes = self
+                .deferred
+                .iter()
+                .map(|batch| wire::decoded_bytes(&batch.events, batch.encoded_len()))
+                .sum();
+        }
+        let bytes = wire::decoded_bytes(&part.events, part.encoded_len());
+        if part.part != self.next_part
+            || part.sequence != self.sequence
+            || part.part >= MAX_SNAPSHOT_PARTS
+            || bytes > room
+        {
+            return None;
+        }
+        self.bytes += bytes;
+        self.next_part += 1;
+        self.requested_at = now;
+        self.parts.extend(part.events);
+        part.last
+            .then(|| (std::mem::take(&mut self.parts), self.sequence))
+    }
+}

@@ -1,0 +1,396 @@
+//! Event loop of replica sync.
+//!
+//! One task publishes local events in batches, applies the messages of peers, and handles timeouts.
+//! Requests are not blocked by it.
+
+mod messages;
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+use parking_lot::Mutex;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tracing::warn;
+use warmroute_core::fleet::FleetMember;
+use warmroute_core::load::BookingEnd;
+use warmroute_core::worker::WorkerRole;
+use warmroute_metrics::Metrics;
+use warmroute_runtime::lifecycle::{Readiness, ReadyGuard};
+
+use super::arrival_rates::{ArrivalRates, BookingKind};
+use super::config::ReplicasConfig;
+use super::local_events::{LocalEventChannel, LocalEvents};
+use super::mirror::LocalView;
+use super::nats::NatsLink;
+use super::outbox::ReplicaOutbox;
+use super::peers::{PeerTable, PeerUpdate};
+use super::proto::Batch;
+use super::{ReplicaEvent, ReplicaId};
+use crate::dispatch::Dispatcher;
+use crate::tracking_hash::TrackingKey;
+
+/// Maximum number of events received at a time.
+const MAX_EVENTS_PER_POLL: usize = 1024;
+
+/// Heartbeats per lease, so that a lost one does not end the lease.
+const HEARTBEATS_PER_LEASE: u32 = 4;
+
+/// Time that peers have to answer the hello message at startup.
+const HELLO_TIMEOUT: Duration = Duration::from_millis(300);
+
+/// Interval of timeout checks.
+const TICK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Delay before an unusable NATS configuration is tried again.
+const RETRY_DELAY: Duration = Duration::from_secs(5);
+
+type OnFirstToken = Box<dyn Fn(&str) + Send + Sync>;
+
+/// Replica sync of this process.
+pub struct ReplicaSync {
+    pub(super) settings: ReplicasConfig,
+    id: ReplicaId,
+    pub(super) dispatcher: Arc<Dispatcher>,
+    metrics: Arc<Metrics>,
+    pub(super) state: Mutex<ReplicaState>,
+    pub(super) readiness: Readiness,
+    /// Time since which the connection is up.
+    pub(super) connected_since: Mutex<Option<Instant>>,
+    link: Mutex<Option<Arc<NatsLink>>>,
+    events: LocalEvents,
+    first_token: OnceLock<OnFirstToken>,
+    /// Unpublished local events, locked by the running event loop.
+    events_rx: tokio::sync::Mutex<mpsc::UnboundedReceiver<ReplicaEvent>>,
+    starting: Mutex<Option<StartupSync>>,
+    started_at: Instant,
+    rates: Mutex<(ArrivalRates, Instant)>,
+    key: Option<TrackingKey>,
+    /// Last logged NATS error.
+    last_error: Mutex<String>,
+}
+
+pub(super) struct ReplicaState {
+    pub(super) outbox: ReplicaOutbox,
+    pub(super) peers: PeerTable,
+    random: SmallRng,
+}
+
+/// Initial sync in progress.
+struct StartupSync {
+    guard: ReadyGuard,
+    deadline: Instant,
+    greeted_at: Option<Instant>,
+}
+
+/// Dependencies of [`ReplicaSync`].
+pub struct ReplicaSyncParts {
+    /// Dispatcher, whose router and sessions are synchronized.
+    pub dispatcher: Arc<Dispatcher>,
+    /// Metrics.
+    pub metrics: Arc<Metrics>,
+    /// Startup step, held until the initial sync is complete.
+    pub ready: ReadyGuard,
+    /// Readiness, which shows that the process drains.
+    pub readiness: Readiness,
+    /// Key of `routing.block_hash`, if configured.
+    pub key: Option<TrackingKey>,
+    /// Local changes since the start.
+    pub channel: LocalEventChannel,
+}
+
+impl ReplicaSync {
+    /// Creates the replica. `name` is the display name of this replica.
+    pub fn new(settings: &ReplicasConfig, name: String, parts: ReplicaSyncParts) -> Arc<Self> {
+        let ReplicaSyncParts {
+            dispatcher,
+            metrics,
+            ready,
+            readiness,
+            key,
+            channel,
+        } = parts;
+        let LocalEventChannel { events, events_rx } = channel;
+        let id = events.replica_id();
+        let state = ReplicaState {
+            outbox: ReplicaOutbox::new(id, name).with_key(key.clone()),
+            peers: PeerTable::new(id, settings.lease.get()),
+            random: SmallRng::seed_from_u64(rand::random()),
+        };
+        let starting = StartupSync {
+            guard: ready,
+            deadline: Instant::now() + settings.sync_timeout.get(),
+            greeted_at: None,
+        };
+        Arc::new(Self {
+            settings: settings.clone(),
+            id,
+            dispatcher,
+            metrics,
+            state: Mutex::new(state),
+            readiness,
+            connected_since: Mutex::new(None),
+            link: Mutex::new(None),
+            events,
+            first_token: OnceLock::new(),
+            events_rx: tokio::sync::Mutex::new(events_rx),
+            starting: Mutex::new(Some(starting)),
+            started_at: Instant::now(),
+            rates: Mutex::new((ArrivalRates::default(), Instant::now())),
+            last_error: Mutex::default(),
+            key,
+        })
+    }
+
+    /// Registers the listener for first tokens seen by other replicas. Only the first registration
+    /// takes effect.
+    pub fn on_first_token(&self, listener: impl Fn(&str) + Send + Sync + 'static) {
+        self.first_token.set(Box::new(listener)).ok();
+    }
+
+    /// Publishes the first token of an exchange that this replica does not serve.
+    pub fn publish_first_token(&self, name: &str) {
+        self.events.record_first_token(name);
+    }
+
+    /// Returns the state for the status page.
+    pub fn status(&self) -> Value {
+        let state = self.state.lock();
+        json!({
+            "replica": self.id,
+            "group": self.settings.group,
+            "connected": self.is_connected(),
+            "reservations": state.outbox.len(),
+            "peers": state.peers.statuses(Instant::now()),
+            "propagation_ms": self.rates.lock().0.delay().map(|seconds| seconds * 1e3),
+            "unconfirmed_bookings": self.dispatcher.router().in_flight_bookings(),
+        })
+    }
+
+    /// Runs the event loop.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut events = self.events_rx.lock().await;
+        let (link, mut subscriptions) = loop {
+            match NatsLink::open(&self.settings, self.id).await {
+                Ok(opened) => break opened,
+                Err(error) => self.run_disconnected(&mut events, &error).await?,
+            }
+        };
+        let link = Arc::new(link);
+        *self.link.lock() = Some(link.clone());
+        let mut heartbeats = ticks_every(self.settings.lease.get() / HEARTBEATS_PER_LEASE);
+        let mut ticks = ticks_every(TICK_INTERVAL);
+        let mut received = Vec::with_capacity(MAX_EVENTS_PER_POLL);
+        let mut due = None::<tokio::time::Instant>;
+        loop {
+            let flush = async {
+                match due {
+                    Some(due) => tokio::time::sleep_until(due).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = flush => {
+                    due = None;
+                    self.publish_batches(&link).await;
+                }
+                count = events.recv_many(&mut received, MAX_EVENTS_PER_POLL) => {
+                    if count == 0 {
+                        bail!("the channel of local events is closed");
+                    }
+                    self.record(received.drain(..));
+                    due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch_interval.get());
+                }
+                () = self.events.session_updates.notified() => {
+                    self.record_session_updates();
+                    due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch_interval.get());
+                }
+                message = subscriptions.next() => self.on_message(&link, message).await?,
+                _ = heartbeats.tick() => self.send_heartbeat(&link, Batch::default()).await,
+                _ = ticks.tick() => {
+                    let update = self.tick();
+                    self.apply_update(&link, update).await;
+                    if self.start_draining() {
+                        self.send_heartbeat(&link, Batch::default()).await;
+                    }
+                    link.send_echo(self.started_at.elapsed().as_nanos() as u64).await;
+                }
+            }
+        }
+    }
+
+    /// Runs without a connection until the next attempt. Local events are recorded and dropped, and
+    /// readiness does not wait for peers.
+    async fn run_disconnected(
+        &self,
+        events: &mut mpsc::UnboundedReceiver<ReplicaEvent>,
+        error: &anyhow::Error,
+    ) -> anyhow::Result<()> {
+        warn!(
+            error = format!("{error:#}"),
+            "NATS not usable; routing only considers bookings of this replica"
+        );
+        let until = tokio::time::Instant::now() + RETRY_DELAY;
+        let mut ticks = ticks_every(TICK_INTERVAL);
+        let mut received = Vec::with_capacity(MAX_EVENTS_PER_POLL);
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep_until(until) => return Ok(()),
+                count = events.recv_many(&mut received, MAX_EVENTS_PER_POLL) => {
+                    if count == 0 {
+                        bail!("the channel of local events is closed");
+                    }
+                    self.record(received.drain(..));
+                }
+                _ = ticks.tick() => {
+                    self.record_session_updates();
+                    drop(self.state.lock().outbox.take_batches());
+                    drop(self.tick());
+                }
+            }
+        }
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.connected_since.lock().is_some()
+    }
+
+    /// Publishes that this replica leaves, after its last reservation was released.
+    pub async fn leave(&self) {
+        let link = self.link.lock().take();
+        let Some(link) = link else { return };
+        self.send_heartbeat(
+            &link,
+            Batch {
+                leaving: true,
+                ..Batch::default()
+            },
+        )
+        .await;
+        link.flush().await;
+    }
+
+    /// Records local events.
+    fn record(&self, events: impl Iterator<Item = ReplicaEvent>) {
+        let outbox = &mut self.state.lock().outbox;
+        for event in events {
+            if matches!(event, ReplicaEvent::Routed(_)) {
+                self.events.gate.release();
+            }
+            outbox.record(&event);
+        }
+    }
+
+    fn record_session_updates(&self) {
+        let updates: Vec<_> = self
+            .dispatcher
+            .sessions()
+            .into_iter()
+            .flat_map(|sessions| sessions.take_updates())
+            .collect();
+        self.record(updates.into_iter().map(ReplicaEvent::Session));
+    }
+
+    /// Handles timeouts.
+    fn tick(&self) -> PeerUpdate {
+        let update =
+            self.update_state(|ReplicaState { peers, .. }, view, now| peers.tick(view, now));
+        self.update_in_flight();
+        self.adopt_sessions();
+        let mut starting = self.starting.lock();
+        let now = Instant::now();
+        let is_over = |starting: &mut StartupSync| {
+            let greeted = starting
+                .greeted_at
+                .is_some_and(|at| now >= at + HELLO_TIMEOUT);
+            now >= starting.deadline || greeted && self.state.lock().peers.are_synced()
+        };
+        let ended = starting.take_if(is_over);
+        drop(starting);
+        if let Some(StartupSync {
+            guard, deadline, ..
+        }) = ended
+        {
+            if now >= deadline {
+                guard.give_up()
+            } else {
+                guard.complete()
+            }
+        }
+        update
+    }
+
+    /// Updates the router's estimate of bookings in flight.
+    fn update_in_flight(&self) {
+        let (rates, last_update) = &mut *self.rates.lock();
+        let elapsed = std::mem::replace(last_update, Instant::now()).elapsed();
+        if !self.is_connected() {
+            rates.reset();
+        }
+        let router = self.dispatcher.router();
+        let fleet = router.fleet();
+        let ranks = |(model, until): &BookingKind| {
+            let has_kind = |member: &&FleetMember| {
+                member.worker.model == *model
+                    && (member.worker.role == WorkerRole::Prefill)
+                        == (*until == BookingEnd::FirstToken)
+            };
+            fleet.members().filter(has_kind).count()
+        };
+        router.set_in_flight_estimates(rates.estimate(
+            elapsed,
+            self.settings.batch_interval.get(),
+            ranks,
+        ));
+    }
+
+    fn update_state(
+        &self,
+        work: impl FnOnce(&mut ReplicaState, &LocalView<'_>, Instant) -> PeerUpdate,
+    ) -> PeerUpdate {
+        let router = self.dispatcher.router();
+        let fleet = router.fleet();
+        let view = LocalView {
+            load: router.load(),
+            generation: fleet.generation(),
+            slot: &|rank| fleet.slot(rank),
+            key: self.key.as_ref(),
+            sessions: self.dispatcher.sessions().map(|sessions| &**sessions),
+            on_overloaded: &|worker, left| router.mark_overloaded(worker, left),
+            on_booked: &|booking| {
+                if let Some(member) = fleet.slot(booking.rank).and_then(|slot| fleet.member(slot)) {
+                    self.rates
+                        .lock()
+                        .0
+                        .record_booking((member.worker.model.clone(), booking.end), booking);
+                }
+            },
+            on_routed: &|routed| router.record_remote_route(routed),
+            on_first_token: &|name| {
+                self.first_token
+                    .get()
+                    .into_iter()
+                    .for_each(|listener| listener(name))
+            },
+        };
+        let mut state = self.state.lock();
+        let update = work(&mut state, &view, Instant::now());
+        self.metrics.replicas.peers.set(state.peers.len() as i64);
+        self.events.gate.set_peers(state.peers.len());
+        self.metrics
+            .replicas
+            .reservations
+            .set(state.peers.reservations() as i64);
+        update
+    }
+}
+
+/// Creates an interval without bursts after a pause.
+fn ticks_every(period: Duration) -> tokio::time::Interval {
+    let mut ticks = tokio::time::interval(period);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    ticks
+}

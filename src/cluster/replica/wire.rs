@@ -1,0 +1,391 @@
+//! Conversion between events and messages.
+//!
+//! The size of a message is limited, so not all blocks of a very long prompt are named. The
+//! remaining blocks count as blocks that no other prompt shares.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::Rng;
+use warmroute_core::block::tracking::random_sequences;
+use warmroute_core::block::{LocalHash, SequenceHash};
+use warmroute_core::load::{
+    BookingEnd, BookingId, LoadBooking, PromptSequences, ReservationEvent, ReservationState,
+};
+use warmroute_core::router::RoutedPrompts;
+use warmroute_core::sessions::{BindingVersion, SessionKey, SessionUpdate};
+use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+
+use super::ReplicaEvent;
+use super::mirror::MAX_BLOCKS_PER_PEER;
+use super::proto::event::Event as Any;
+use super::proto::{self, Event};
+use crate::tracking_hash::TrackingKey;
+
+/// Slot of an unknown worker. The slot is looked up when the reservation is booked.
+pub(super) const UNKNOWN_SLOT: RankSlot = RankSlot(u32::MAX);
+
+/// Maximum number of unnamed blocks of a reservation: a prompt of 2 million tokens. It bounds the
+/// memory for a count sent in a few bytes.
+pub(super) const MAX_UNNAMED_BLOCKS: u64 = 1 << 17;
+
+/// Maximum number of output blocks of one response.
+const MAX_OUTPUT_BLOCKS: u64 = 1 << 20;
+
+/// Encodes an event with at most `most_named` named blocks.
+pub(super) fn encode_event(
+    event: &ReplicaEvent,
+    most_named: usize,
+    key: Option<&TrackingKey>,
+) -> Event {
+    let any = match event {
+        ReplicaEvent::Load(ReservationEvent::Booked { id, bookings: all }) => {
+            Any::Booked(proto::Booked {
+                id: id.0,
+                bookings: encode_bookings(all, most_named),
+                ..proto::Booked::default()
+            })
+        }
+        ReplicaEvent::Load(ReservationEvent::FirstToken(id)) => Any::FirstToken(id.0),
+        ReplicaEvent::Load(ReservationEvent::OutputBlocks {
+            id,
+            count,
+            fraction,
+        }) => Any::OutputBlocks(proto::OutputBlocks {
+            id: id.0,
+            count: *count as u64,
+            fraction: *fraction,
+        }),
+        ReplicaEvent::Load(ReservationEvent::Moved { id, to }) => {
+            let mut left = most_named;
+            Any::Moved(proto::Moved {
+                id: id.0,
+                to: to.as_ref().map(|to| encode_booking(to, &mut left)),
+            })
+        }
+        ReplicaEvent::Load(ReservationEvent::Released(id)) => Any::Released(id.0),
+        ReplicaEvent::Session(SessionUpdate::Bound {
+            session: key,
+            target,
+            version: stamp,
+        }) => Any::SessionBound(proto::SessionBound {
+            session: Some(encode_session(key)),
+            worker: target.worker.0,
+            rank: target.rank.0,
+            version: stamp.version,
+            by: stamp.router,
+        }),
+        ReplicaEvent::Session(SessionUpdate::Ended {
+            session: key,
+            version: stamp,
+        }) => Any::SessionEnded(proto::SessionEnded {
+            session: Some(encode_session(key)),
+            version: stamp.version,
+            by: stamp.router,
+        }),
+        ReplicaEvent::Overloaded(worker, left) => Any::Overloaded(proto::Overloaded {
+            worker: worker.0,
+            milliseconds: left.as_millis() as u64,
+        }),
+        ReplicaEvent::FirstToken(name) => Any::FirstTokenOf(name.clone()),
+        ReplicaEvent::Routed(routed) => {
+            Any::Routed(encrypt_hashes(self::encode_routed(routed, most_named), key))
+        }
+    };
+    Event { event: Some(any) }
+}
+
+/// Encodes the current state of a reservation.
+pub(super) fn encode_reservation(
+    id: BookingId,
+    live: &ReservationState,
+    most_named: usize,
+) -> Event {
+    let booked = proto::Booked {
+        id: id.0,
+        bookings: encode_bookings(&live.bookings, most_named),
+        begun: live.has_first_token,
+        faded_blocks: live.discounted_blocks as u64,
+        fraction: live.fraction.unwrap_or_default(),
+        whole_blocks: live.full_blocks as u64,
+    };
+    Event {
+        event: Some(Any::Booked(booked)),
+    }
+}
+
+/// Encodes the bookings of a reservation, which share the maximum number of named blocks.
+fn encode_bookings(all: &[LoadBooking], most_named: usize) -> Vec<proto::Booking> {
+    let mut left = most_named;
+    all.iter()
+        .map(|booking| encode_booking(booking, &mut left))
+        .collect()
+}
+
+fn encode_booking(booking: &LoadBooking, left: &mut usize) -> proto::Booking {
+    let mut prompt = |hashes: &Arc<[SequenceHash]>| {
+        let named = hashes.len().min(*left);
+        *left -= named;
+        let blocks = hashes[..named].iter().map(|hash| hash.0).collect();
+        proto::Prompt {
+            blocks,
+            unnamed: (hashes.len() - named) as u64,
+        }
+    };
+    proto::Booking {
+        worker: booking.rank.worker.0,
+        rank: booking.rank.rank.0,
+        prompts: booking
+            .sequences
+            .prompts()
+            .iter()
+            .map(&mut prompt)
+            .collect(),
+        prompt_tokens: booking.prompt_tokens,
+        cached_tokens: booking.cached_tokens,
+        track_prefill: booking.track_prefill,
+        prefill_microseconds: booking.prefill_time.map(|time| time.as_micros() as u64),
+        until_first_token: booking.end == BookingEnd::FirstToken,
+    }
+}
+
+/// Encodes routed prompts. Prompts that exceed the limit are truncated to a prefix.
+fn encode_routed(routed: &RoutedPrompts, most_named: usize) -> proto::Routed {
+    let mut left = most_named;
+    let prompt = |locals: &Vec<LocalHash>| {
+        let named = locals.len().min(left);
+        left -= named;
+        proto::LocalBlocks {
+            hashes: locals[..named].iter().map(|hash| hash.0).collect(),
+        }
+    };
+    proto::Routed {
+        worker: routed.rank.worker.0,
+        rank: routed.rank.rank.0,
+        block_size: routed.block_size.0.get(),
+        prompts: routed.prompts.iter().map(prompt).collect(),
+        ..proto::Routed::default()
+    }
+}
+
+/// Encrypts the hashes of a message. With plain hashes, any reader could test for a known prompt by
+/// the public formula.
+fn encrypt_hashes(mut routed: proto::Routed, key: Option<&TrackingKey>) -> proto::Routed {
+    if let Some(key) = key {
+        let nonce: [u8; TrackingKey::NONCE] = rand::random();
+        key.apply_keystream(&nonce, hashes_mut(&mut routed));
+        (routed.key_id, routed.nonce) = (key.id().to_owned(), nonce.to_vec());
+    }
+    routed
+}
+
+/// Decrypts the hashes of a message; `None` if they are encrypted with another key.
+fn decrypt_hashes(mut routed: proto::Routed, key: Option<&TrackingKey>) -> Option<proto::Routed> {
+    if routed.key_id.is_empty() {
+        return Some(routed);
+    }
+    let key = key.filter(|key| key.id() == routed.key_id)?;
+    let nonce: [u8; TrackingKey::NONCE] = std::mem::take(&mut routed.nonce).try_into().ok()?;
+    key.apply_keystream(&nonce, hashes_mut(&mut routed));
+    Some(routed)
+}
+
+fn hashes_mut(routed: &mut proto::Routed) -> impl Iterator<Item = &mut u64> {
+    routed
+        .prompts
+        .iter_mut()
+        .flat_map(|prompt| &mut prompt.hashes)
+}
+
+fn encode_session(key: &SessionKey) -> proto::Session {
+    proto::Session {
+        model: key.model.as_deref().map(str::to_owned),
+        tenant: key.tenant.as_deref().map(str::to_owned),
+        id: key.id.to_string(),
+        group: key.group,
+    }
+}
+
+/// Returns an upper estimate of the memory of decoded events. An empty list element has two encoded
+/// bytes but occupies a whole struct; its contents occupy their encoded size. Lists grow by
+/// doubling.
+pub(super) fn decoded_bytes(events: &[Event], encoded: usize) -> usize {
+    let lists: usize = events
+        .iter()
+        .filter_map(|event| event.event.as_ref())
+        .map(list_bytes)
+        .sum();
+    2 * (size_of_val(events) + lists + encoded)
+}
+
+/// Returns the bytes of the list elements of an event.
+fn list_bytes(event: &Any) -> usize {
+    let booking = |booking: &proto::Booking| size_of_val::<[_]>(&booking.prompts);
+    match event {
+        Any::Booked(booked) => {
+            size_of_val::<[_]>(&booked.bookings)
+                + booked.bookings.iter().map(booking).sum::<usize>()
+        }
+        Any::Moved(moved) => moved.to.as_ref().map_or(0, booking),
+        Any::Routed(routed) => size_of_val::<[_]>(&routed.prompts),
+        _ => 0,
+    }
+}
+
+/// Decodes one message: generates names for unnamed blocks, and decrypts hashes.
+pub(super) struct BlockNamer<'r, R> {
+    random: &'r mut R,
+    key: Option<&'r TrackingKey>,
+    /// Remaining unnamed blocks of the message.
+    remaining: u64,
+    /// Remaining unnamed blocks of the current reservation.
+    remaining_of_reservation: u64,
+}
+
+impl<'r, R: Rng> BlockNamer<'r, R> {
+    pub(super) fn new(random: &'r mut R, key: Option<&'r TrackingKey>) -> Self {
+        Self {
+            random,
+            key,
+            remaining: MAX_BLOCKS_PER_PEER as u64,
+            remaining_of_reservation: 0,
+        }
+    }
+
+    fn begin_reservation(&mut self) {
+        self.remaining_of_reservation = MAX_UNNAMED_BLOCKS.min(self.remaining);
+    }
+
+    fn random_names(&mut self, count: u64) -> Arc<[SequenceHash]> {
+        let count = count.min(self.remaining_of_reservation);
+        self.remaining_of_reservation -= count;
+        self.remaining -= count;
+        random_sequences(count as usize, self.random)
+    }
+}
+
+/// Decodes an event. Returns `None` for an unknown event.
+pub(super) fn decode_event(
+    event: Event,
+    namer: &mut BlockNamer<'_, impl Rng>,
+) -> Option<ReplicaEvent> {
+    Some(match event.event? {
+        Any::Booked(booked) => {
+            let (id, live) = decode_reservation(booked, namer);
+            ReplicaEvent::Load(ReservationEvent::Booked {
+                id,
+                bookings: live.bookings,
+            })
+        }
+        Any::FirstToken(id) => ReplicaEvent::Load(ReservationEvent::FirstToken(BookingId(id))),
+        Any::OutputBlocks(blocks) => ReplicaEvent::Load(ReservationEvent::OutputBlocks {
+            id: BookingId(blocks.id),
+            count: blocks.count.min(MAX_OUTPUT_BLOCKS) as usize,
+            fraction: blocks.fraction,
+        }),
+        Any::Moved(moved) => {
+            namer.begin_reservation();
+            ReplicaEvent::Load(ReservationEvent::Moved {
+                id: BookingId(moved.id),
+                to: moved.to.map(|to| decode_booking(to, namer)),
+            })
+        }
+        Any::Released(id) => ReplicaEvent::Load(ReservationEvent::Released(BookingId(id))),
+        Any::SessionBound(bound) => ReplicaEvent::Session(SessionUpdate::Bound {
+            session: Arc::new(session_key(bound.session?)),
+            target: worker_rank(bound.worker, bound.rank),
+            version: BindingVersion {
+                version: bound.version,
+                router: bound.by,
+            },
+        }),
+        Any::SessionEnded(ended) => ReplicaEvent::Session(SessionUpdate::Ended {
+            session: Arc::new(session_key(ended.session?)),
+            version: BindingVersion {
+                version: ended.version,
+                router: ended.by,
+            },
+        }),
+        Any::FirstTokenOf(name) => ReplicaEvent::FirstToken(name),
+        Any::Routed(routed) => {
+            let routed = decrypt_hashes(routed, namer.key)?;
+            let prompt =
+                |prompt: proto::LocalBlocks| prompt.hashes.into_iter().map(LocalHash).collect();
+            ReplicaEvent::Routed(RoutedPrompts {
+                rank: worker_rank(routed.worker, routed.rank),
+                block_size: BlockSize::new(routed.block_size)?,
+                prompts: routed.prompts.into_iter().map(prompt).collect(),
+            })
+        }
+        Any::Overloaded(mark) => ReplicaEvent::Overloaded(
+            WorkerId(mark.worker),
+            Duration::from_millis(mark.milliseconds),
+        ),
+    })
+}
+
+/// Decodes the state of a reservation.
+pub(super) fn decode_reservation(
+    booked: proto::Booked,
+    namer: &mut BlockNamer<'_, impl Rng>,
+) -> (BookingId, ReservationState) {
+    namer.begin_reservation();
+    let bookings = booked
+        .bookings
+        .into_iter()
+        .map(|booking| decode_booking(booking, namer))
+        .collect();
+    let count = |blocks: u64| blocks.min(MAX_OUTPUT_BLOCKS) as usize;
+    let live = ReservationState {
+        bookings,
+        has_first_token: booked.begun,
+        discounted_blocks: count(booked.faded_blocks),
+        fraction: (booked.faded_blocks > 0).then_some(booked.fraction),
+        full_blocks: count(booked.whole_blocks),
+    };
+    (BookingId(booked.id), live)
+}
+
+fn decode_booking(booking: proto::Booking, namer: &mut BlockNamer<'_, impl Rng>) -> LoadBooking {
+    let mut prompt = |prompt: proto::Prompt| -> Arc<[SequenceHash]> {
+        let unnamed = namer.random_names(prompt.unnamed);
+        prompt
+            .blocks
+            .into_iter()
+            .map(SequenceHash)
+            .chain(unnamed.iter().copied())
+            .collect()
+    };
+    LoadBooking {
+        slot: UNKNOWN_SLOT,
+        rank: worker_rank(booking.worker, booking.rank),
+        sequences: PromptSequences::from_prompts(
+            booking.prompts.into_iter().map(&mut prompt).collect(),
+        ),
+        prompt_tokens: booking.prompt_tokens,
+        cached_tokens: booking.cached_tokens,
+        track_prefill: booking.track_prefill,
+        prefill_time: booking.prefill_microseconds.map(Duration::from_micros),
+        end: if booking.until_first_token {
+            BookingEnd::FirstToken
+        } else {
+            BookingEnd::RequestEnd
+        },
+    }
+}
+
+fn worker_rank(worker: u64, rank: u32) -> WorkerRank {
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(rank),
+    }
+}
+
+fn session_key(session: proto::Session) -> SessionKey {
+    SessionKey {
+        model: session.model.map(Into::into),
+        tenant: session.tenant.map(Into::into),
+        group: session.group,
+        id: session.id.into(),
+    }
+}

@@ -1,0 +1,138 @@
+//! Configuration of the warm start.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tonic::transport::Endpoint;
+
+use warmroute_runtime::tls::ClientFiles;
+use warmroute_settings::{Period, Problem};
+
+/// The `index.warm_start:` section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WarmStartConfig {
+    /// API address of a ready warmroute: `http://host:port` or `https://`. The name may resolve to
+    /// several processes.
+    #[serde(default)]
+    pub url: Option<String>,
+    /// CA of the peer, PEM; the system roots if omitted.
+    #[serde(default)]
+    pub ca_file: Option<PathBuf>,
+    /// Client certificate, PEM, if the peer requires one.
+    #[serde(default)]
+    pub cert_file: Option<PathBuf>,
+    /// Private key of the client certificate, PEM.
+    #[serde(default)]
+    pub key_file: Option<PathBuf>,
+    /// Time limit of the warm start, during which the process is not ready.
+    #[serde(default = "timeout")]
+    pub timeout: Period,
+    /// Behavior after the deadline.
+    #[serde(default)]
+    pub on_timeout: DeadlineAction,
+    /// Snapshot file, written at shutdown and read at startup for ranks that the peer does not
+    /// return.
+    #[serde(default)]
+    pub snapshot_file: Option<PathBuf>,
+    /// Maximum age of the snapshot file.
+    #[serde(default = "max_snapshot_age")]
+    pub max_snapshot_age: Period,
+}
+
+/// Behavior if the peer has not answered by the deadline.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeadlineAction {
+    /// Start with the snapshot file, or with a cold index.
+    #[default]
+    Cold,
+    /// Stay not ready until the peer has answered.
+    Wait,
+}
+
+fn is_service(address: &str) -> bool {
+    let scheme = ["http://", "https://"]
+        .iter()
+        .any(|scheme| address.starts_with(scheme));
+    scheme && Endpoint::from_shared(address.to_owned()).is_ok()
+}
+
+fn timeout() -> Period {
+    Period::seconds(10)
+}
+
+fn max_snapshot_age() -> Period {
+    Period::seconds(300)
+}
+
+impl WarmStartConfig {
+    /// Resolves relative paths against the folder of the configuration file.
+    pub fn resolve(&mut self, folder: &Path) {
+        let files = [
+            &mut self.ca_file,
+            &mut self.cert_file,
+            &mut self.key_file,
+            &mut self.snapshot_file,
+        ];
+        for file in files.into_iter().flatten() {
+            *file = folder.join(&*file);
+        }
+    }
+
+    /// Returns semantic errors. `sources` is the deadline of the event sources.
+    pub fn problems(&self, sources: Duration) -> Vec<Problem> {
+        let mut problems = self.files().problems(
+            self.url
+                .as_ref()
+                .is_some_and(|from| from.starts_with("https://")),
+        );
+        match &self.url {
+            None if self.snapshot_file.is_none() => {
+                problems.push(Problem::of(
+                    "url",
+                    "neither `url` nor `snapshot_file` is set",
+                ));
+            }
+            None if self.on_timeout == DeadlineAction::Wait => {
+                problems.push(Problem::of("on_timeout", "`wait` requires `url`"));
+            }
+            Some(from) if !is_service(from) => {
+                let text = format!(
+                    "`{from}` is not the address of a service; write for example http://warmroute:9903"
+                );
+                problems.push(Problem::of("url", text));
+            }
+            _ => {}
+        }
+        if self.url.is_some() && self.timeout.get() >= sources {
+            let text = format!(
+                "no time would be left to connect the event sources; set less than readiness.event_sources_timeout, {}",
+                humantime::format_duration(sources)
+            );
+            problems.push(Problem::of("timeout", text));
+        }
+        if let Some(folder) = self
+            .snapshot_file
+            .as_ref()
+            .and_then(|file| file.parent())
+            .filter(|folder| !folder.is_dir())
+        {
+            problems.push(Problem::of(
+                "snapshot_file",
+                format!("the folder {} does not exist", folder.display()),
+            ));
+        }
+        problems
+    }
+
+    /// Returns the TLS client files.
+    pub(super) fn files(&self) -> ClientFiles<'_> {
+        ClientFiles {
+            ca: self.ca_file.as_ref(),
+            cert: self.cert_file.as_ref(),
+            key: self.key_file.as_ref(),
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Snapshot file of the index, written at shutdown for the next start.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{BufReader, BufWriter, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, ensure};
+use tracing::{info, warn};
+
+use warmroute_core::index::dump::{self, DumpReader, RankDump};
+use warmroute_core::worker::WorkerRank;
+
+/// Size of the read and write buffers.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// Writes the ranks and returns their number. The file is replaced atomically, and not at all if
+/// there are no ranks.
+pub fn write_snapshot(path: &Path, ranks: impl Iterator<Item = RankDump>) -> anyhow::Result<u32> {
+    let temporary = path.with_added_extension(format!("{}.part", std::process::id()));
+    let written = write_temporary(&temporary, ranks).and_then(|ranks| {
+        match ranks {
+            0 => std::fs::remove_file(&temporary)?,
+            _ => std::fs::rename(&temporary, path)?,
+        }
+        Ok(ranks)
+    });
+    if written.is_err() {
+        // An incomplete file is useless; if removing it fails, it stays.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn write_temporary(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::Result<u32> {
+    // A previous process with the same id may have left the file. If it is not a file, creating it
+    // fails.
+    let _removed = std::fs::remove_file(path);
+    // The file contains tenant salts, so an existing link or a file with other permissions must not
+    // be used.
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
+    let mut count = 0;
+    dump::write_header(&mut out)?;
+    for held in ranks {
+        held.write(&mut out)?;
+        count += 1;
+    }
+    dump::write_end(&mut out, count)?;
+    out.flush()?;
+    out.get_ref().sync_all()?;
+    Ok(count)
+}
+
+/// Returns the contents of the file. Returns an empty map if it does not exist, is too old or is
+/// damaged.
+pub(super) fn read_snapshot(
+    path: &Path,
+    max_age: Duration,
+    now: SystemTime,
+) -> HashMap<WorkerRank, Arc<RankDump>> {
+    if !path.exists() {
+        return HashMap::new();
+    }
+    match try_read_snapshot(path, max_age, now) {
+        Ok(ranks) => {
+            info!(path = %path.display(), ranks = ranks.len(), "warm start: snapshot file read");
+            ranks
+        }
+        Err(problem) => {
+            let problem = format!("{problem:#}");
+            warn!(path = %path.display(), problem, "warm start: snapshot file not usable");
+            HashMap::new()
+        }
+    }
+}
+
+fn try_read_snapshot(
+    path: &Path,
+    max_age: Duration,
+    now: SystemTime,
+) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
+    let file = File::open(path)?;
+    // A modification time in the future means that the clock was set back.
+    let age = now
+        .duration_since(file.metadata()?.modified()?)
+        .unwrap_or_default();
+    ensure!(
+        age <= max_age,
+        "it is {} s old, and may be {} s (`index.warm_start.max_snapshot_age`)",
+        age.as_secs(),
+        max_age.as_secs()
+    );
+    let ranks = DumpReader::new(BufReader::with_capacity(BUFFER_BYTES, file))?;
+    Ok(ranks
+        .map(|held| held.map(|held| (held.rank(), Arc::new(held.into_detached()))))
+        .collect::<Result<_, _>>()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
+    use warmroute_core::index::{KvEvent, PrefixIndex, StoredBlock};
+    use warmroute_core::worker::{DpRank, RankSlot, WorkerId};
+
+    fn held(worker: u64) -> RankDump {
+        let mut writer = PrefixIndex::new().create_writer(RankSlot(0));
+        let block = StoredBlock {
+            engine: EngineHash(worker),
+            local: LocalHash(worker),
+        };
+        writer.apply(&KvEvent::Stored {
+            parent: None,
+            blocks: vec![block],
+            tier: StorageTier::Device,
+        });
+        writer.snapshot(WorkerRank {
+            worker: WorkerId(worker),
+            rank: DpRank(0),
+        })
+    }
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    /// Ranks 1 and 2, as `read_snapshot` returns them.
+    fn two_ranks() -> HashMap<WorkerRank, Arc<RankDump>> {
+        [held(1), held(2)]
+            .map(|held| (held.rank(), Arc::new(held)))
+            .into()
+    }
+
+    fn write_two_ranks(path: &Path) {
+        let written = write_snapshot(path, [held(1), held(2)].into_iter());
+        assert_eq!(written.unwrap(), 2);
+    }
+
+    #[test]
+    fn missing_old_or_damaged_snapshot_is_ignored() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("index.warmroute");
+        let minute = MINUTE;
+        let now = SystemTime::now();
+        assert_eq!(
+            read_snapshot(&path, minute, now),
+            HashMap::new(),
+            "there is none"
+        );
+        write_two_ranks(&path);
+        let both = two_ranks();
+        assert_eq!(read_snapshot(&path, minute, now), both);
+        assert_eq!(
+            read_snapshot(&path, minute, now - minute),
+            both,
+            "the clock was set back"
+        );
+        assert_eq!(
+            read_snapshot(&path, minute, now + 2 * minute),
+            HashMap::new(),
+            "too old"
+        );
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes.truncate(bytes.len() - 1);
+        std::fs::write(&path, bytes).unwrap();
+        assert_eq!(
+            read_snapshot(&path, minute, now),
+            HashMap::new(),
+            "half of it is nothing"
+        );
+    }
+
+    #[test]
+    fn failed_write_keeps_old_snapshot() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("index.warmroute");
+        write_two_ranks(&path);
+        // A folder with the name of the temporary file.
+        let part = folder
+            .path()
+            .join(format!("index.warmroute.{}.part", std::process::id()));
+        std::fs::create_dir(&part).unwrap();
+        let problem = format!(
+            "{:#}",
+            write_snapshot(&path, [held(3)].into_iter()).unwrap_err()
+        );
+        assert!(problem.contains("index.warmroute"), "{problem}");
+        assert_eq!(read_snapshot(&path, MINUTE, SystemTime::now()), two_ranks());
+    }
+
+    #[test]
+    fn foreign_temporary_file_is_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("index.warmroute");
+        let part = folder
+            .path()
+            .join(format!("index.warmroute.{}.part", std::process::id()));
+        // A link with that name is not followed, and the permissions of a file with that name are
+        // not used.
+        let target = folder.path().join("target");
+        std::fs::write(&target, "text").unwrap();
+        std::os::unix::fs::symlink(&target, &part).unwrap();
+        write_two_ranks(&path);
+        assert_eq!(std::fs::read_to_string(&target).unwrap(), "text");
+        std::fs::remove_file(target).unwrap();
+        std::fs::write(&part, "text").unwrap();
+        std::fs::set_permissions(&part, PermissionsExt::from_mode(0o644)).unwrap();
+        write_two_ranks(&path);
+        assert_eq!(
+            std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
+        assert_eq!(write_snapshot(&path, std::iter::empty()).unwrap(), 0);
+        assert_eq!(
+            read_snapshot(&path, MINUTE, SystemTime::now()),
+            two_ranks(),
+            "an empty snapshot does not replace the file"
+        );
+        assert_eq!(
+            std::fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "and nothing else is left"
+        );
+    }
+}

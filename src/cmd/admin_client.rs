@@ -1,0 +1,117 @@
+//! HTTP client of the admin pages of a running process.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use reqwest::{Client, ClientBuilder, RequestBuilder};
+use serde_json::Value;
+
+/// Timeout of a request. A long prompt on a busy process takes seconds.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Client of one process.
+pub(super) struct AdminClient {
+    client: Client,
+    admin: String,
+    token: Option<String>,
+}
+
+impl AdminClient {
+    /// Creates a client for the URL `admin`, with optional token and CA files.
+    pub(super) fn new(
+        admin: &str,
+        token_file: Option<&Path>,
+        ca_file: Option<&Path>,
+    ) -> anyhow::Result<Self> {
+        let read = |file: &Path| {
+            std::fs::read_to_string(file)
+                .with_context(|| format!("--token-file {}", file.display()))
+        };
+        let token = token_file
+            .map(read)
+            .transpose()?
+            .map(|token| token.trim().to_owned());
+        let client = client_builder(admin, ca_file)?
+            .timeout(REQUEST_TIMEOUT)
+            .build()?;
+        Ok(Self {
+            client,
+            admin: admin.trim_end_matches('/').to_owned(),
+            token,
+        })
+    }
+
+    /// Returns the text of a page.
+    pub(super) async fn get(&self, page: &str) -> anyhow::Result<String> {
+        self.send(self.client.get(self.url(page)), page).await
+    }
+
+    /// Posts JSON and returns the text of the response.
+    pub(super) async fn post(
+        &self,
+        page: &str,
+        question: String,
+        accept: &str,
+    ) -> anyhow::Result<String> {
+        let request = self
+            .client
+            .post(self.url(page))
+            .header("content-type", "application/json");
+        self.send(request.header("accept", accept).body(question), page)
+            .await
+    }
+
+    fn url(&self, page: &str) -> String {
+        format!("{}{page}", self.admin)
+    }
+
+    async fn send(&self, mut request: RequestBuilder, page: &str) -> anyhow::Result<String> {
+        if let Some(token) = &self.token {
+            request = request.bearer_auth(token);
+        }
+        let url = self.url(page);
+        let response = request.send().await.with_context(|| {
+            if url.starts_with("https:") {
+                format!(
+                    "{url} is unreachable, or its certificate is not trusted (--ca-file). \
+            Is warmroute running, and is this its admin.listen? (--admin URL)"
+                )
+            } else {
+                format!(
+                    "{url} is unreachable. Is warmroute running, and is this its \
+            admin.listen? (--admin URL)"
+                )
+            }
+        })?;
+        let status = response.status();
+        let text = response.text().await.with_context(|| {
+            format!(
+                "{url} closed the connection before the end of the \
+            response"
+            )
+        })?;
+        if !status.is_success() {
+            let message = serde_json::from_str::<Value>(&text)
+                .ok()
+                .and_then(|message| Some(message["error"].as_str()?.to_owned()));
+            bail!("{url} returned {status}: {}", message.unwrap_or(text));
+        }
+        Ok(text)
+    }
+}
+
+/// Returns a client builder for an admin address. Without TLS the CAs of the system are not loaded,
+/// because it may have none.
+pub(super) fn client_builder(url: &str, ca_file: Option<&Path>) -> anyhow::Result<ClientBuilder> {
+    if url.starts_with("https:") || ca_file.is_some() {
+        warmroute_runtime::tls::http_client_with_ca(ca_file)
+    } else {
+        Ok(warmroute_runtime::tls::http_client_builder())
+    }
+}
+
+/// Formats JSON with indentation.
+pub(super) fn pretty_json(value: &Value) -> anyhow::Result<String> {
+    Ok(serde_json::to_string_pretty(value)? + "\n")
+}

@@ -1,0 +1,174 @@
+//! Collects the facts for the checks: queries the engines, receives their events while a canary is
+//! computed, and reads Envoy's configuration.
+
+mod canary;
+mod configured;
+mod prefill;
+mod rank;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::{StreamExt as _, stream};
+use warmroute_core::parity::CanaryVerdict;
+use warmroute_core::worker::{ModelName, Worker, WorkerRole};
+use warmroute_doctor::engine::facts::{OverdueStep, WorkerFacts, WorkerOrigin};
+use warmroute_doctor::engine::is_reachable;
+use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
+
+use super::progress::{DoctorProgress, OpenPart};
+use crate::config::Config;
+use crate::request::ConfiguredModel;
+use crate::self_test::CanarySuite;
+use configured::has_remote_decoders;
+
+/// Maximum number of workers checked concurrently.
+const MAX_CONCURRENT: usize = 32;
+/// Time limit of a worker without its ranks, as a multiple of the timeout of one response.
+const STEP_FACTOR: u32 = 6;
+/// Additional time limit per rank.
+const RANK_TIME: Duration = Duration::from_secs(2);
+
+/// Collector of facts about the workers.
+pub(super) struct FactCollector<'c> {
+    pub(super) config: &'c Config,
+    pub(super) client: EngineClient,
+    pub(super) models: HashMap<ModelName, Arc<ConfiguredModel>>,
+    /// Timeout for responses, events and publishers.
+    pub(super) timeout: Duration,
+    /// Whether canaries are sent.
+    pub(super) sends_canaries: bool,
+    /// Progress, reported while doctor waits.
+    pub(super) progress: DoctorProgress,
+}
+
+impl FactCollector<'_> {
+    /// Returns the facts about every worker, in the same order.
+    pub(super) async fn collect_workers(&self, workers: &[Worker]) -> Vec<WorkerFacts> {
+        let examined = stream::iter(workers).map(async |worker| WorkerFacts {
+            origin: self.worker_origin(worker, workers),
+            has_remote_decoders: has_remote_decoders(worker, workers),
+            ..self.collect_worker(worker).await
+        });
+        examined.buffered(MAX_CONCURRENT).collect().await
+    }
+
+    async fn collect_worker(&self, worker: &Worker) -> WorkerFacts {
+        self.collect_within(
+            worker,
+            self.timeout * STEP_FACTOR + RANK_TIME * worker.ranks.size.get(),
+        )
+        .await
+    }
+
+    /// Returns the facts of all steps that are complete at the deadline.
+    async fn collect_within(&self, worker: &Worker, deadline: Duration) -> WorkerFacts {
+        let part = self.progress.open(
+            format!("worker {} at {}", worker.id, worker.endpoint),
+            "/health",
+        );
+        let mut facts = self.initial_facts(worker);
+        if tokio::time::timeout(deadline, self.collect_steps(&mut facts, &part))
+            .await
+            .is_err()
+        {
+            facts.overdue_step = Some(OverdueStep {
+                name: part.current(),
+                deadline,
+            });
+        }
+        facts
+    }
+
+    /// Returns the facts before any request to the engine.
+    fn initial_facts(&self, worker: &Worker) -> WorkerFacts {
+        WorkerFacts {
+            origin: WorkerOrigin::Listed,
+            configured: self.configured_cache(worker),
+            has_discovered_sources: false,
+            windows: self
+                .models
+                .get(&worker.model)
+                .map(|model| model.windows)
+                .unwrap_or_default(),
+            worker: worker.clone(),
+            adapters: self.model_adapters(&worker.model),
+            image_model: self.image_model(&worker.model),
+            needs_capacity: self.needs_capacity(),
+            health: Err(EngineError::Timeout),
+            clock: None,
+            models: Err(EngineError::Timeout),
+            metrics: Err(EngineError::Timeout),
+            publishers: Err(EngineError::Timeout),
+            parity: CanaryVerdict::Untested,
+            bootstrap: None,
+            kv_handoff: None,
+            has_remote_decoders: false,
+            ranks: Vec::new(),
+            overdue_step: None,
+        }
+    }
+
+    /// Fills in the facts step by step, so that those of complete steps remain after a timeout.
+    async fn collect_steps(&self, facts: &mut WorkerFacts, part: &OpenPart) {
+        let engine = &self.config.engines.http.url(facts.worker.endpoint);
+        facts.health = self.client.health(engine).await;
+        if !is_reachable(facts) {
+            return;
+        }
+        part.step("/v1/models, /metrics and KV event publishers");
+        self.collect_settings(engine, facts).await;
+        if let Some(suite) = self.canary_suite(&facts.worker.model) {
+            part.step("comparison of tokens");
+            let timeout = self.config.engines.parity_check.timeout.get();
+            facts.parity = suite.compare(&self.client, engine, timeout).await;
+        }
+        self.collect_ranks(engine, facts, part).await;
+        if facts.worker.role == WorkerRole::Prefill {
+            part.step("prefill");
+            self.collect_prefill(engine, facts).await;
+        }
+    }
+
+    /// Fills in the responses of the engine's status pages, and the settings that they report.
+    async fn collect_settings(&self, engine: &EngineUrl, facts: &mut WorkerFacts) {
+        let (models, metrics, publishers, date) = tokio::join!(
+            self.client.models(engine),
+            self.client.metrics(engine),
+            self.client.kv_event_sources(engine),
+            self.client.server_time(engine),
+        );
+        (facts.worker, facts.has_discovered_sources) = self.with_discovered_settings(
+            &facts.worker,
+            metrics.as_ref().ok(),
+            publishers.as_ref().ok(),
+        );
+        facts.clock = date.map(|theirs| (theirs, SystemTime::now()));
+        facts.models = models;
+        facts.metrics = metrics;
+        facts.publishers = publishers;
+    }
+
+    /// Returns the prompts that compare the tokens of a model with those of its engines.
+    fn canary_suite(&self, model: &ModelName) -> Option<CanarySuite> {
+        let model = self.models.get(model)?;
+        CanarySuite::new(model)
+    }
+
+    async fn collect_ranks(&self, engine: &EngineUrl, facts: &mut WorkerFacts, part: &OpenPart) {
+        let worker = facts.worker.clone();
+        // A single rank serves every request; with several ranks each request names its rank.
+        let reported = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
+        let several = reported > 1 || worker.ranks.size.get() > 1;
+        // Ranks share an engine, so canaries run one after another: the events of one must not
+        // count for another.
+        for rank in worker.ranks.iter() {
+            part.step(format!("rank {rank}: KV events and canary"));
+            let rank_facts = self.collect_rank(engine, &worker, rank, several).await;
+            facts.ranks.push(rank_facts);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Facts from the configuration of a worker.
+
+use warmroute_core::engine_settings::ConfiguredSettings;
+use warmroute_core::worker::{ModelName, Worker, WorkerRole};
+use warmroute_doctor::engine::facts::{ConfiguredCache, WorkerOrigin};
+use warmroute_engines::engine_client::{MetricsPage, RankEventSource};
+
+use super::FactCollector;
+use crate::config::{ApproximatePolicy, WorkerSource};
+use crate::server;
+
+impl FactCollector<'_> {
+    /// Returns the part of the configuration that describes a worker of `workers`.
+    pub(super) fn worker_origin(&self, worker: &Worker, workers: &[Worker]) -> WorkerOrigin {
+        let (WorkerSource::Kubernetes(_), Some(name)) = (self.config.worker_source(), &worker.name)
+        else {
+            return WorkerOrigin::Listed;
+        };
+        let same_pod = workers.iter().filter(|other| other.name == worker.name);
+        let port = if same_pod.count() > 1 {
+            format!(":{}", worker.endpoint.0.port())
+        } else {
+            String::new()
+        };
+        let pool = worker.pools().next().unwrap_or_default();
+        WorkerOrigin::Pod {
+            pod: format!("{name}{port}"),
+            pool: pool.to_owned(),
+        }
+    }
+
+    /// Returns the configured cache of a worker.
+    pub(super) fn configured_cache(&self, worker: &Worker) -> ConfiguredCache {
+        let model = self
+            .config
+            .models
+            .iter()
+            .find(|known| known.name == worker.model);
+        ConfiguredCache {
+            block_size: model.and_then(|model| model.block_size),
+            total_kv_blocks: worker.capacity.total_kv_blocks,
+        }
+    }
+
+    /// Returns the worker with the settings that a running warmroute would read from the engine,
+    /// and whether its event sources come from there.
+    pub(super) fn with_discovered_settings(
+        &self,
+        worker: &Worker,
+        metrics: Option<&MetricsPage>,
+        publishers: Option<&Vec<RankEventSource>>,
+    ) -> (Worker, bool) {
+        let mut completed = worker.clone();
+        if self.config.engines.discovery.enabled {
+            let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
+            let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
+            server::parse_engine_settings(worker.endpoint, &caches, publishers)
+                .fill_missing(&mut completed, &ConfiguredSettings::default());
+        }
+        let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
+        (completed, learned)
+    }
+
+    /// Returns the configured adapters of a model.
+    pub(super) fn model_adapters(&self, model: &ModelName) -> Vec<ModelName> {
+        let found = self.config.models.iter().find(|known| known.name == *model);
+        found
+            .map(|known| known.adapters.clone())
+            .unwrap_or_default()
+    }
+
+    /// Returns the model name in the cache keys of images; `None` without image support, or if the
+    /// engines report it.
+    pub(super) fn image_model(&self, model: &ModelName) -> Option<String> {
+        let media = self
+            .config
+            .models
+            .iter()
+            .find(|known| known.name == *model)?
+            .multimodal
+            .as_ref()?;
+        media.image.as_ref()?;
+        let served = (!self.config.engines.discovery.enabled).then(|| model.to_string());
+        media.model.clone().or(served)
+    }
+
+    /// Returns whether a setting needs the number of KV blocks of a worker.
+    pub(super) fn needs_capacity(&self) -> bool {
+        let approximate = &self.config.index.approximate;
+        let by_blocks =
+            approximate.policy == ApproximatePolicy::Lru && approximate.default_kv_blocks.is_none();
+        by_blocks
+            || self
+                .config
+                .routing
+                .overload
+                .decode_blocks_threshold
+                .is_some()
+    }
+}
+
+/// Returns whether a worker on another machine may fetch the KV of a prefill worker.
+pub(super) fn has_remote_decoders(prefill: &Worker, workers: &[Worker]) -> bool {
+    let takes_over =
+        |other: &&Worker| other.model == prefill.model && other.role != WorkerRole::Prefill;
+    workers
+        .iter()
+        .filter(takes_over)
+        .any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
+}

@@ -1,0 +1,79 @@
+//! Facts about prefill workers.
+
+use serde_json::json;
+use tokio::net::TcpStream;
+use warmroute_core::worker::{Worker, WorkerRole};
+use warmroute_doctor::engine::facts::{BootstrapReachability, EngineReply, WorkerFacts};
+use warmroute_engines::engine_client::EngineUrl;
+
+use super::FactCollector;
+use crate::prefill::{KvTransferProtocol, PrefillConfig, PrefillMode};
+
+impl FactCollector<'_> {
+    /// Fills in the facts about the handoff of KV from a prefill worker.
+    pub(super) async fn collect_prefill(&self, engine: &EngineUrl, facts: &mut WorkerFacts) {
+        facts.bootstrap = if self.uses_bootstrap(&facts.worker) {
+            Some(self.probe_bootstrap(&facts.worker).await)
+        } else {
+            None
+        };
+        facts.kv_handoff = self.probe_kv_handoff(engine, &facts.worker).await;
+    }
+
+    /// Returns the prefill configuration of the worker's model.
+    fn prefill_config(&self, worker: &Worker) -> Option<&PrefillConfig> {
+        self.config
+            .models
+            .iter()
+            .find(|known| known.name == worker.model)?
+            .prefill
+            .as_ref()
+    }
+
+    /// Returns whether the worker runs requests only in pairs, by bootstrap.
+    pub(super) fn uses_bootstrap(&self, worker: &Worker) -> bool {
+        worker.role != WorkerRole::Aggregated
+            && self
+                .prefill_config(worker)
+                .is_some_and(|prefill| prefill.mode == PrefillMode::Mirror)
+    }
+
+    /// Connects to the bootstrap address of the worker.
+    async fn probe_bootstrap(&self, worker: &Worker) -> BootstrapReachability {
+        let (host, port) = worker.bootstrap_address();
+        let connecting = TcpStream::connect((host.trim_matches(['[', ']']), port));
+        match tokio::time::timeout(self.timeout, connecting).await {
+            Ok(Ok(_)) => BootstrapReachability::Listening,
+            Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+                BootstrapReachability::Refused
+            }
+            Ok(Err(error)) => BootstrapReachability::Unknown(error.to_string()),
+            Err(_) => BootstrapReachability::Unknown("no answer".to_owned()),
+        }
+    }
+
+    /// Sends a prefill with KV handoff, in the form of vLLM.
+    async fn probe_kv_handoff(
+        &self,
+        engine: &EngineUrl,
+        worker: &Worker,
+    ) -> Option<EngineReply<serde_json::Value>> {
+        let prefill = self.prefill_config(worker).filter(|prefill| {
+            prefill.mode == PrefillMode::Call && prefill.protocol == KvTransferProtocol::Vllm
+        });
+        prefill.filter(|_| self.sends_canaries && !worker.draining)?;
+        let (text, _) = self.new_prompt(engine, worker).await;
+        let mut body: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+        Some(
+            self.client
+                .post(
+                    engine,
+                    "v1/completions",
+                    body.to_string().into(),
+                    self.timeout,
+                )
+                .await,
+        )
+    }
+}

@@ -1,0 +1,204 @@
+//! Inputs of the checks, from the configuration of warmroute.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use warmroute_core::worker::{ModelName, Worker};
+use warmroute_doctor::envoy::expected::{ExpectedEnvoy, XdsServer};
+use warmroute_doctor::finding::{Finding, FindingBuilder};
+use warmroute_doctor::host::{ConfigSummary, ConnectionLimits, FleetOrigin, TokenizerState};
+use warmroute_http2_filter::service_of_authority;
+use warmroute_tokens::openai::paths::ApiPaths;
+use warmroute_tokens::prompt::Encoder;
+
+use crate::config::{Advice, Config, SessionsConfig};
+use crate::ext_proc::config::FailureMode;
+use crate::prefill::{PrefillConfig, PrefillMode};
+
+/// Margin of Envoy's timeout over the longest wait of a request.
+const WAIT_MARGIN: Duration = Duration::from_millis(500);
+/// Margin for a retry, which requests more time.
+const RETRY_MARGIN: Duration = Duration::from_secs(1);
+
+/// Headers by which trusted clients pin workers, see envoy/README.md.
+const PIN_HEADERS: [&str; 9] = [
+    "x-worker-instance-id",
+    "x-prefill-instance-id",
+    "x-dp-rank",
+    "x-data-parallel-rank",
+    "x-prefill-dp-rank",
+    "x-dynamo-worker-instance-id",
+    "x-dynamo-prefill-instance-id",
+    "x-dynamo-dp-rank",
+    "x-dynamo-prefill-dp-rank",
+];
+
+/// Returns the finding for a setting that is valid but probably unintended.
+pub(super) fn advice_finding(advice: Advice) -> Finding {
+    FindingBuilder::new("config.prefill", advice.subject).warning(advice.finding, advice.fix)
+}
+
+/// Returns the summary of the configuration `file`, which leads to `workers`.
+pub(super) fn config_summary(file: String, config: &Config, workers: &[Worker]) -> ConfigSummary {
+    let source = match &config.workers.file {
+        Some(file) => FleetOrigin::File(file.clone()),
+        None if !config.workers.dns.is_empty() => FleetOrigin::Dns,
+        None if config.workers.kubernetes.is_some() => FleetOrigin::Kubernetes,
+        None => FleetOrigin::List,
+    };
+    ConfigSummary {
+        file,
+        models: config.models.len(),
+        workers: workers.len(),
+        source,
+    }
+}
+
+/// Returns the state of a tokenizer, or of the failed attempt to load it.
+pub(super) fn tokenizer_state(loaded: Result<Option<&Encoder>, String>) -> TokenizerState {
+    let encoder = match loaded {
+        Ok(Some(encoder)) => encoder,
+        Ok(None) => return TokenizerState::Unconfigured,
+        Err(problem) => return TokenizerState::Failed(problem),
+    };
+    if !encoder.has_chat_template() {
+        return TokenizerState::WithoutTemplate;
+    }
+    match encoder.enable_fast_path() {
+        Ok(()) => TokenizerState::Fast,
+        Err(reason) => TokenizerState::Slow(reason.to_owned()),
+    }
+}
+
+/// Returns the connections that the configuration allows.
+pub(super) fn connection_limits(config: &Config, workers: &[Worker]) -> ConnectionLimits {
+    let listeners = [
+        config.listeners.ext_proc.address.is_some(),
+        config.listeners.ext_proc.unix_socket.is_some(),
+    ];
+    ConnectionLimits {
+        listeners: listeners.into_iter().filter(|there| *there).count() as u64,
+        max_connections: u64::from(config.listeners.limits.max_connections),
+        ranks: workers
+            .iter()
+            .map(|worker| u64::from(worker.ranks.size.get()))
+            .sum(),
+    }
+}
+
+/// Returns the settings that Envoy's configuration must match.
+pub fn expected_envoy(config: &Config, workers: &[Worker]) -> ExpectedEnvoy {
+    let contract = config.gateway.routing_headers();
+    let names =
+        |names: &mut dyn Iterator<Item = &str>| names.map(str::to_owned).collect::<Vec<_>>();
+    let mut reserved = names(&mut contract.reserved_names());
+    if config.requests.clients.trusted {
+        reserved.retain(|name| !PIN_HEADERS.contains(&name.as_str()));
+    }
+    ExpectedEnvoy {
+        tcp: config.listeners.ext_proc.address,
+        tls: config.listeners.ext_proc.tls.is_some(),
+        unix: config.listeners.ext_proc.unix_socket.clone(),
+        body_limit: config.requests.limits.max_body_size.0,
+        exchange_deadline: config.requests.limits.decision_timeout.get(),
+        longest_wait: longest_wait(config),
+        prefill_retry_wait: longest_call(config).map(|longest| longest + RETRY_MARGIN),
+        mirror_clusters: mirror_clusters(config),
+        paths: ApiPaths::new(&config.requests.paths),
+        fail_closed: config.gateway.failure.mode == FailureMode::FailClosed,
+        clear_route_cache: config.gateway.clear_route_cache,
+        fallbacks: config.gateway.fallback_endpoints,
+        replicas: config.replicas.is_some(),
+        authority_pools: config
+            .routing
+            .pool_routes
+            .authorities
+            .iter()
+            .map(|(authority, pool)| (service_of_authority(authority), pool.clone()))
+            .collect(),
+        headers: names(&mut contract.header_names()),
+        endpoint_headers: names(&mut contract.endpoint_names()),
+        reserved_headers: reserved,
+        endpoints_file: config
+            .envoy
+            .as_ref()
+            .and_then(|envoy| Some((envoy.endpoints_file.clone()?, envoy.cluster.clone()))),
+        xds: xds_server(config),
+        workers: workers
+            .iter()
+            .filter(|worker| !worker.draining)
+            .cloned()
+            .collect(),
+    }
+}
+
+fn xds_server(config: &Config) -> Option<XdsServer> {
+    let envoy = config.envoy.as_ref()?;
+    let listen = envoy.xds.as_ref()?.address;
+    let clusters = envoy.clusters().into_iter().map(|cluster| cluster.name);
+    Some(XdsServer {
+        listen,
+        clusters: clusters.collect(),
+    })
+}
+
+fn mirror_clusters(config: &Config) -> BTreeMap<String, BTreeSet<ModelName>> {
+    let mut mirrors: BTreeMap<String, BTreeSet<ModelName>> = BTreeMap::new();
+    for model in &config.models {
+        if let Some(prefill) = model
+            .prefill
+            .as_ref()
+            .filter(|prefill| prefill.mode == PrefillMode::Mirror)
+        {
+            mirrors
+                .entry(prefill.cluster.clone())
+                .or_default()
+                .insert(model.name.clone());
+        }
+    }
+    mirrors
+}
+
+/// Returns the longest duration of all attempts of one prefill.
+fn longest_call(config: &Config) -> Option<Duration> {
+    let prefills = config
+        .models
+        .iter()
+        .filter_map(|model| model.prefill.as_ref());
+    prefills
+        .filter(|prefill| prefill.mode == PrefillMode::Call)
+        .map(PrefillConfig::max_call_time)
+        .max()
+}
+
+/// Returns the longest wait that a request may announce to Envoy.
+fn longest_wait(config: &Config) -> Option<Duration> {
+    let queue = &config.queue;
+    let gated = |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
+    let waits = gated(
+        queue.prefill_busy_threshold,
+        queue.prefill_busy_threshold_frac,
+    ) || queue.classes.iter().any(|class| {
+        gated(
+            class.prefill_busy_threshold,
+            class.prefill_busy_threshold_frac,
+        )
+    });
+    let turn = waits.then(|| queue.timeout.get());
+    let opening = |sessions: &SessionsConfig| {
+        sessions
+            .engine
+            .as_ref()
+            .map_or(Duration::ZERO, |engine| engine.timeout.get())
+    };
+    let session = config
+        .sessions
+        .as_ref()
+        .map(|sessions| sessions.wait_timeout.get() + opening(sessions));
+    let longest: Duration = turn
+        .into_iter()
+        .chain(session)
+        .chain(longest_call(config))
+        .sum();
+    (!longest.is_zero()).then(|| longest + WAIT_MARGIN)
+}

@@ -1,0 +1,161 @@
+//! Checks of Envoy's configuration against the configuration of warmroute: the shipped files, and
+//! configurations that control planes generate, unchanged and with one fault each.
+
+mod gateways;
+mod prefill;
+mod shipped;
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use warmroute_doctor::envoy::check_envoy;
+use warmroute_doctor::envoy::dump::ConfigDump;
+use warmroute_doctor::envoy::expected::ExpectedEnvoy;
+use warmroute_doctor::finding::{Finding, FindingLevel};
+
+use super::inputs::expected_envoy;
+use crate::config::{Config, WorkerSource};
+
+fn page(name: &str) -> Value {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/data/doctor")
+        .join(format!("{name}.json"));
+    serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
+}
+
+/// warmroute configuration that the header of each shipped file describes.
+fn config(name: &str) -> Value {
+    let workers = |ports: &[u16]| -> Value {
+        ports
+            .iter()
+            .zip(1..)
+            .map(|(port, id)| json!({"id": id, "endpoint": format!("127.0.0.1:{port}")}))
+            .collect()
+    };
+    let mut config = json!({
+        "listeners": {"ext_proc": {"unix_socket": "/tmp/warmroute/ext_proc.sock"}},
+        "models": [{"name": "m"}],
+        "workers": {
+            "list": workers(if name == "route-per-header" { &[8001, 8002, 8003] } else { &[8001] }),
+        },
+    });
+    if let Some(by) = name.strip_prefix("disaggregated-") {
+        config["models"][0]["prefill"] = json!({"mode": by});
+        config["workers"]["list"] = json!([
+            {"id": 1, "endpoint": "127.0.0.1:8001", "role": "prefill"},
+            {"id": 2, "endpoint": "127.0.0.1:8002", "role": "decode"},
+        ]);
+    }
+    if !matches!(name, "original-dst" | "route-per-header") {
+        config["envoy"] = json!({"endpoints_file": "/tmp/warmroute/eds_workers.yaml"});
+    }
+    if matches!(name, "subset" | "gateway-api" | "original-dst") {
+        config["gateway"]["failure"] = json!({"mode": "fail_closed"});
+    }
+    config
+}
+
+fn expected(config: &Value) -> ExpectedEnvoy {
+    let config =
+        Config::parse(Path::new("/warmroute.yaml"), config.to_string().as_bytes()).unwrap();
+    let WorkerSource::Fixed(workers) = config.worker_source() else {
+        panic!("another source")
+    };
+    expected_envoy(&config, &workers)
+}
+
+fn findings(page: &Value, config: &Value) -> Vec<Finding> {
+    check_envoy(
+        &ConfigDump::parse(&page.to_string()).unwrap(),
+        &expected(config),
+    )
+}
+
+fn print(findings: &[Finding]) -> String {
+    findings
+        .iter()
+        .map(|one| {
+            format!(
+                "{:?} {} {}: {}\n",
+                one.level, one.check, one.subject, one.message
+            )
+        })
+        .collect()
+}
+
+type Plant = fn(&mut Value, &mut Value);
+
+/// Replaces one text of a dump and returns the resulting problems.
+fn changed(from: &str, to: &str) -> Vec<(FindingLevel, &'static str)> {
+    let text = page("standalone").to_string();
+    assert!(text.contains(from), "{from}");
+    let page = serde_json::from_str(&text.replace(from, to)).unwrap();
+    let found = findings(&page, &config("standalone"));
+    found
+        .into_iter()
+        .filter(|one| one.level < FindingLevel::Skipped)
+        .map(|one| (one.level, one.check))
+        .collect()
+}
+
+/// Replaces a text everywhere in a dump.
+fn swap(page: &mut Value, from: &str, to: &str) {
+    let text = page.to_string();
+    assert!(text.contains(from), "{from}");
+    *page = serde_json::from_str(&text.replace(from, to)).unwrap();
+}
+
+fn items<'p>(page: &'p mut Value, list: &str) -> &'p mut Vec<Value> {
+    let configs = page["configs"].as_array_mut().unwrap();
+    configs
+        .iter_mut()
+        .find_map(|config| config.get_mut(list))
+        .unwrap()
+        .as_array_mut()
+        .unwrap()
+}
+
+fn cluster<'p>(page: &'p mut Value, name: &str) -> &'p mut Value {
+    let clusters = items(page, "static_clusters")
+        .iter_mut()
+        .map(|one| &mut one["cluster"]);
+    clusters
+        .into_iter()
+        .find(|cluster| cluster["name"] == name)
+        .unwrap()
+}
+
+fn host(page: &mut Value) -> &mut Value {
+    let listener = &mut items(page, "static_listeners")[0]["listener"];
+    &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+        [0]
+}
+
+fn options(page: &mut Value) -> &mut Value {
+    &mut cluster(page, "workers")["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+}
+
+fn remove(place: &mut Value, key: &str) -> Value {
+    place
+        .as_object_mut()
+        .unwrap()
+        .remove(key)
+        .expect("it is there")
+}
+
+/// Returns the problems and fixes after a change of the dump.
+fn planted(
+    name: &str,
+    change: impl FnOnce(&mut Value, &mut Value),
+) -> (Vec<(FindingLevel, &'static str)>, String) {
+    let mut page = page(name);
+    let mut config = config(name);
+    change(&mut page, &mut config);
+    let found = findings(&page, &config);
+    let wrong = || found.iter().filter(|one| one.level < FindingLevel::Skipped);
+    let fixes = wrong()
+        .filter_map(|one| one.fix.as_deref())
+        .collect::<Vec<_>>()
+        .join("\n");
+    (wrong().map(|one| (one.level, one.check)).collect(), fixes)
+}

@@ -1,0 +1,372 @@
+//! Checks of generated clusters. Fixes must name fields of the control plane's resources.
+
+use super::*;
+
+#[test]
+fn cluster_of_route_override_is_checked() {
+    let found = found_after(ISTIO, |page, _| {
+        repaired_istio(page);
+        drop(remove(cluster(page, PICKER), "transport_socket"));
+    });
+    assert_eq!(of(&found, "envoy.tls").level, Error);
+    assert!(
+        fix(&found, "envoy.tls")
+            .contains("DestinationRule of the host `warmroute.inference.svc.cluster.local`")
+    );
+    let found = found_after(ISTIO, |page, _| {
+        repaired_istio(page);
+        cluster(page, PICKER)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1000);
+    });
+    assert!(fix(&found, "envoy.circuit_breakers").contains(
+        "`trafficPolicy: {connectionPool: {http: {http1MaxPendingRequests: 100000, \
+        http2MaxRequests: 100000}}}`"
+    ));
+    let found = found_after(ISTIO, |page, _| {
+        let hosts = &mut cluster(page, PICKER)["load_assignment"]["endpoints"][0]["lb_endpoints"];
+        for host in hosts.as_array_mut().unwrap() {
+            host["endpoint"]["address"]["socket_address"]["port_value"] = json!(9003);
+        }
+    });
+    assert!(
+        of(&found, "envoy.address")
+            .message
+            .contains("10.244.2.1:9003"),
+        "{}",
+        print(&found)
+    );
+    let found = found_after(ISTIO, |page, _| {
+        overrides(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("gone")
+    });
+    assert!(
+        of(&found, "envoy.ext_proc_cluster")
+            .message
+            .contains("the cluster gone")
+    );
+}
+
+#[test]
+fn cluster_name_as_server_name_names_destination_rule() {
+    let found = found_after("istio-as-generated", |_, _| {});
+    assert!(
+        of(&found, "envoy.server_name")
+            .message
+            .contains(&format!("`{PICKER}`"))
+    );
+    let words = "write `trafficPolicy: {tls: {sni: warmroute.inference.svc.cluster.local}}`";
+    assert!(
+        fix(&found, "envoy.server_name").contains(words),
+        "{}",
+        fix(&found, "envoy.server_name")
+    );
+}
+
+#[test]
+fn frozen_warmroute_fixes_name_control_plane_fields() {
+    let found = found_after(ISTIO, |_, _| {});
+    assert!(
+        fix(&found, "envoy.keepalive").starts_with("in an EnvoyFilter with `applyTo: CLUSTER`")
+    );
+    assert!(
+        fix(&found, "envoy.connect_timeout")
+            .contains("`trafficPolicy: {connectionPool: {tcp: {connectTimeout: 1s}}}`")
+    );
+    let found = found_after(ENVOY_GATEWAY, |_, _| {});
+    let keepalive = fix(&found, "envoy.keepalive");
+    assert!(
+        keepalive.contains("EnvoyExtensionPolicy `inference/warmroute`"),
+        "{keepalive}"
+    );
+    assert!(
+        keepalive.contains(
+            "`backendSettings: {http2: {connectionKeepalive: {interval: 2s, timeout: 1s}}}`"
+        ),
+        "{keepalive}"
+    );
+    assert!(
+        fix(&found, "envoy.connect_timeout")
+            .contains("backendSettings: {timeout: {tcp: {connectTimeout: 1s}}}")
+    );
+    let found = found_after(AI_GATEWAY, |_, _| {});
+    assert!(
+        of(&found, "envoy.keepalive")
+            .message
+            .ends_with("Envoy AI Gateway has no field for it")
+    );
+}
+
+#[test]
+fn request_limits_name_control_plane_fields() {
+    let found = found_after(ENVOY_GATEWAY, |page, _| {
+        drop(remove(
+            cluster(page, "httproute/inference/qwen/rule/0"),
+            "circuit_breakers",
+        ));
+    });
+    let fixes = |level: FindingLevel| {
+        let found = found
+            .iter()
+            .filter(|one| one.level == level && one.check == "envoy.circuit_breakers");
+        found
+            .filter_map(|one| one.fix.clone())
+            .collect::<Vec<_>>()
+            .join("\n")
+    };
+    let limits = "circuitBreaker: {maxConnections: 100000, maxPendingRequests: 100000, \
+    maxParallelRequests: 100000}";
+    assert!(
+        fixes(Error).contains(&format!("`backendSettings: {{{limits}}}`")),
+        "{}",
+        fixes(Error)
+    );
+    assert!(
+        fixes(Warning).contains("BackendTrafficPolicy for the HTTPRoute `inference/qwen`"),
+        "{}",
+        fixes(Warning)
+    );
+    assert!(fixes(Warning).contains(limits), "{}", fixes(Warning));
+}
+
+#[test]
+fn runtime_keys_raise_limits_of_generated_cluster() {
+    let key = format!("circuit_breakers.{AI_PICKER}.default.max_requests");
+    let pending = format!("circuit_breakers.{AI_PICKER}.default.max_pending_requests");
+    let found = found_after(AI_GATEWAY, |_, _| {});
+    let limits = found
+        .iter()
+        .find(|one| one.check == "envoy.circuit_breakers" && one.level == Error)
+        .unwrap();
+    let words = limits.fix.clone().unwrap();
+    assert!(
+        words.contains("EnvoyProxy that the Gateway `inference/inference-gateway` refers to"),
+        "{words}"
+    );
+    assert!(
+        words.contains(&format!("/layered_runtime/layers/0/static_layer/{key}")),
+        "{words}"
+    );
+    let picker = |layers: Value| {
+        let found = found_after(AI_GATEWAY, |page, _| {
+            page["configs"][0]["bootstrap"]["layered_runtime"] = json!({"layers": layers})
+        });
+        let of_picker = |one: &&Finding| {
+            one.check == "envoy.circuit_breakers" && one.subject.contains(AI_PICKER)
+        };
+        found.iter().find(of_picker).map(|one| one.level)
+    };
+    let layer = |value: Value| json!({"name": "l", "static_layer": value});
+    assert_eq!(
+        picker(json!([layer(json!({&key: 100_000, &pending: 100_000}))])),
+        None
+    );
+    // The limit of bursts before Envoy is connected stays.
+    assert_eq!(
+        picker(json!([layer(json!({&key: 100_000}))])),
+        Some(Warning)
+    );
+    // Nested keys, as text, overridden by a later layer.
+    let nested = json!({"circuit_breakers": {AI_PICKER: {"default": {"max_requests": "100000", "max_pending_requests": 1e5}}}});
+    assert_eq!(
+        picker(json!([layer(json!({&key: 7})), layer(nested.clone())])),
+        None
+    );
+    assert_eq!(
+        picker(json!([layer(nested), layer(json!({&key: 7}))])),
+        Some(Error)
+    );
+}
+
+#[test]
+fn tls_of_matching_transport_socket_is_checked() {
+    let tls = |change: fn(&mut Value)| {
+        let found = found_after(ENVOY_GATEWAY, |page, _| {
+            change(cluster(
+                page,
+                "envoyextensionpolicy/inference/warmroute/extproc/0",
+            ));
+        });
+        found
+            .iter()
+            .find(|one| one.check == "envoy.tls")
+            .map(|one| (one.level, one.fix.clone().unwrap()))
+    };
+    assert_eq!(tls(|_| {}), None);
+    // Only the matching socket counts.
+    assert_eq!(tls(|picker| drop(remove(picker, "transport_socket"))), None);
+    let (level, fix) = tls(|picker| {
+        picker["transport_socket_matches"][0]["transport_socket"] =
+            json!({"name": "envoy.transport_sockets.raw_buffer"});
+    })
+    .unwrap();
+    assert_eq!(level, Error);
+    assert!(
+        fix.contains("in the Backend that the EnvoyExtensionPolicy"),
+        "{fix}"
+    );
+    // No endpoint matches, so the socket of the cluster applies.
+    let other = tls(|picker| {
+        picker["transport_socket_matches"][0]["match"]["name"] = json!("other");
+        picker["transport_socket"] = json!({"name": "envoy.transport_sockets.raw_buffer"});
+    });
+    assert_eq!(other.map(|(level, _)| level), Some(Error));
+    let found = found_after(ENVOY_GATEWAY, |_, config| {
+        drop(remove(&mut config["listeners"]["ext_proc"], "tls"))
+    });
+    assert!(super::fix(&found, "envoy.tls").contains("`tls: {self_signed: true}`"));
+}
+
+#[test]
+fn mesh_tls_ends_in_sidecar() {
+    let found = |listens_tls: bool| {
+        let found = found_after(ISTIO, |page, config| {
+            let picker = cluster(page, PICKER);
+            let tls = json!({"name": "envoy.transport_sockets.tls", "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                "common_tls_context": {"alpn_protocols": ["istio-peer-exchange", "istio", "h2"]},
+                "sni": "outbound_.9002_._.warmroute.inference.svc.cluster.local",
+            }});
+            drop(remove(picker, "transport_socket"));
+            picker["transport_socket_matches"] = json!([
+                {"name": "tlsMode-istio", "match": {"tlsMode": "istio"}, "transport_socket": tls},
+                {"name": "tlsMode-disabled", "match": {}, "transport_socket": {"name": "envoy.transport_sockets.raw_buffer"}},
+            ]);
+            let hosts = picker["load_assignment"]["endpoints"][0]["lb_endpoints"]
+                .as_array_mut()
+                .unwrap();
+            for host in hosts {
+                host["metadata"]["filter_metadata"]["envoy.transport_socket_match"] =
+                    json!({"tlsMode": "istio"});
+            }
+            if !listens_tls {
+                drop(remove(&mut config["listeners"]["ext_proc"], "tls"));
+            }
+        });
+        found
+            .iter()
+            .find(|one| one.check == "envoy.tls")
+            .map(|one| one.level)
+    };
+    assert_eq!(found(false), None);
+    assert_eq!(found(true), Some(Error));
+}
+
+#[test]
+fn single_dns_address_with_replicas_needs_headless_service() {
+    let found = |hosts: &[&str], replicas: bool| {
+        let found = found_after(AI_GATEWAY, |page, config| {
+            let host = |address: &&str| json!({"endpoint": {"address": {"socket_address": {"address": address, "port_value": 9002}}}});
+            let hosts: Value = hosts.iter().map(host).collect();
+            // As Envoy lists the resolved addresses of a name.
+            page["configs"].as_array_mut().unwrap().push(json!({
+                "@type": "x/envoy.admin.v3.EndpointsConfigDump",
+                "static_endpoint_configs": [{"endpoint_config": {"cluster_name": AI_PICKER, "endpoints": [{"lb_endpoints": hosts}]}}],
+            }));
+            if replicas {
+                config["replicas"] = json!({"nats": {"servers": ["nats://nats:4222"]}});
+            }
+        });
+        found
+            .into_iter()
+            .find(|one| one.check == "envoy.dns")
+            .map(|one| one.fix.unwrap())
+    };
+    assert!(
+        found(&["10.96.0.7"], true)
+            .unwrap()
+            .contains("`clusterIP: None`")
+    );
+    assert_eq!(found(&["10.244.2.1", "10.244.2.2"], true), None);
+    assert_eq!(found(&["10.96.0.7"], false), None);
+}
+
+#[test]
+fn endpoints_of_second_pool_are_known() {
+    let second = |page: &mut Value| {
+        let mut other = cluster(page, "httproute/inference/qwen/rule/0").clone();
+        other["name"] = json!("httproute/inference/other/rule/0");
+        let host = &mut other["load_assignment"]["endpoints"][0]["lb_endpoints"][0];
+        host["endpoint"]["address"]["socket_address"]["address"] = json!("10.244.1.9");
+        items(page, "static_clusters").push(json!({"cluster": other}));
+        let mut filter = manager(page)["http_filters"][0].clone();
+        let own = filter["name"].as_str().unwrap().to_owned();
+        filter["name"] =
+            json!("envoy.filters.http.ext_proc/envoyextensionpolicy/inference/other/extproc/0");
+        let mut other = route(page).clone();
+        other["route"]["cluster"] = json!("httproute/inference/other/rule/0");
+        let config = remove(&mut other["typed_per_filter_config"], &own);
+        other["typed_per_filter_config"][filter["name"].as_str().unwrap()] = config;
+        manager(page)["http_filters"]
+            .as_array_mut()
+            .unwrap()
+            .insert(0, filter);
+        manager(page)["route_config"]["virtual_hosts"][0]["routes"]
+            .as_array_mut()
+            .unwrap()
+            .push(other);
+    };
+    let worker = json!({"id": 9, "endpoint": "10.244.1.9:8000"});
+    let found = found_after(ENVOY_GATEWAY, |page, config| {
+        second(page);
+        config["workers"]["list"]
+            .as_array_mut()
+            .unwrap()
+            .push(worker.clone());
+    });
+    assert!(
+        !found.iter().any(|one| one.check == "envoy.endpoints"),
+        "{}",
+        print(&found)
+    );
+    let found = found_after(ENVOY_GATEWAY, |_, config| {
+        config["workers"]["list"]
+            .as_array_mut()
+            .unwrap()
+            .push(worker)
+    });
+    assert!(fix(&found, "envoy.endpoints").contains("a `selector` that selects these pods"));
+}
+
+#[test]
+fn picker_protocol_and_balancer_name_control_plane_fields() {
+    let found = found_after(ISTIO, |page, _| {
+        drop(remove(
+            cluster(page, PICKER),
+            "typed_extension_protocol_options",
+        ))
+    });
+    assert!(fix(&found, "envoy.http2").contains("`appProtocol: grpc`"));
+    let found = found_after(ENVOY_GATEWAY, |page, _| {
+        drop(remove(
+            cluster(page, "httproute/inference/qwen/rule/0"),
+            "load_balancing_policy",
+        ));
+    });
+    let words = fix(&found, "envoy.host_selection");
+    assert!(
+        words.contains(
+            "`loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header:"
+        ),
+        "{words}"
+    );
+}
+
+#[test]
+fn original_dst_with_fallbacks_is_an_error() {
+    let found = found_after(AI_GATEWAY, |_, config| {
+        config["gateway"]["fallback_endpoints"] = json!(2)
+    });
+    assert!(
+        of(&found, "envoy.host_selection")
+            .message
+            .contains("gateway.fallbacks: 2")
+    );
+    assert!(fix(&found, "envoy.host_selection").contains("`gateway: {fallback_endpoints: 0}`"));
+    for name in [ISTIO, ENVOY_GATEWAY] {
+        let found = found_after(name, |_, config| {
+            config["gateway"]["fallback_endpoints"] = json!(2)
+        });
+        assert!(
+            !found.iter().any(|one| one.check == "envoy.host_selection"),
+            "{name}"
+        );
+    }
+}

@@ -1,0 +1,327 @@
+//! Checks of the shipped Envoy files, unchanged and with one fault each.
+
+use serde_json::{Value, json};
+use warmroute_doctor::envoy::dump::EnvoyAddress;
+
+use super::*;
+
+#[test]
+fn shipped_configurations_have_no_problems() {
+    let disaggregated = ["disaggregated-call", "disaggregated-mirror"];
+    for name in [
+        "standalone",
+        "subset",
+        "gateway-api",
+        "original-dst",
+        "route-per-header",
+    ]
+    .into_iter()
+    .chain(disaggregated)
+    {
+        let found = findings(&page(name), &config(name));
+        assert!(
+            found
+                .iter()
+                .all(|finding| finding.level == FindingLevel::Ok),
+            "{name}:\n{}",
+            print(&found)
+        );
+        assert!(found.len() > 15, "{name}:\n{}", print(&found));
+    }
+}
+
+/// The same configuration as from a control plane: all resources dynamic, with RDS and ECDS.
+fn by_control_plane(mut page: Value) -> Value {
+    let configs = page["configs"].as_array_mut().unwrap();
+    let section = |configs: &mut Vec<Value>, kind: &str| {
+        configs
+            .iter()
+            .position(|config| config["@type"].as_str().unwrap().ends_with(kind))
+            .unwrap()
+    };
+    let at = section(configs, "ClustersConfigDump");
+    let clusters = configs[at]["static_clusters"].take();
+    configs[at] = json!({"@type": "x/envoy.admin.v3.ClustersConfigDump", "dynamic_active_clusters": clusters});
+    let at = section(configs, "ListenersConfigDump");
+    let mut listener = configs[at]["static_listeners"][0]["listener"].take();
+    let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
+    let mut routes = manager
+        .as_object_mut()
+        .unwrap()
+        .remove("route_config")
+        .unwrap();
+    routes["name"] = json!("by-rds");
+    manager["rds"] = json!({"route_config_name": "by-rds", "config_source": {"ads": {}}});
+    let mut filter = manager["http_filters"][1].take();
+    manager["http_filters"][1] =
+        json!({"name": filter["name"], "config_discovery": {"config_source": {"ads": {}}}});
+    let filters = json!([{"ecds_filter": {
+        "@type": "x/envoy.config.core.v3.TypedExtensionConfig",
+        "name": filter["name"], "typed_config": filter["typed_config"].take(),
+    }}]);
+    configs[at] = json!({"@type": "x/envoy.admin.v3.ListenersConfigDump", "dynamic_listeners": [
+        {"name": "ingress", "active_state": {"listener": listener}},
+        {"name": "warming", "warming_state": {"listener": {"name": "warming"}}},
+    ]});
+    configs.push(json!({"@type": "x/envoy.admin.v3.EcdsConfigDump", "ecds_filters": filters}));
+    let at = section(configs, "RoutesConfigDump");
+    configs[at] = json!({"@type": "x/envoy.admin.v3.RoutesConfigDump", "dynamic_route_configs": [{"route_config": routes}]});
+    page
+}
+
+#[test]
+fn dynamic_resources_equal_static_ones() {
+    let page = page("standalone");
+    let config = config("standalone");
+    let found = findings(&by_control_plane(page.clone()), &config);
+    assert_eq!(print(&found), print(&findings(&page, &config)));
+}
+
+#[test]
+fn route_overrides_apply_to_the_filter() {
+    let route = r#""match":{"prefix":"/v1/"},"#;
+    let said = |what: &str| {
+        format!(r#"{route}"typed_per_filter_config":{{"envoy.filters.http.ext_proc":{what}}},"#)
+    };
+    let per_route = r#""@type":"t/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute""#;
+    let none = said(&format!(
+        r#"{{{per_route},"overrides":{{"processing_mode":{{"response_trailer_mode":"SEND"}}}}}}"#
+    ));
+    assert_eq!(
+        changed(route, &none),
+        [(FindingLevel::Error, "envoy.request_body")]
+    );
+    let closed = said(&format!(
+        r#"{{{per_route},"overrides":{{"failure_mode_allow":false}}}}"#
+    ));
+    assert_eq!(
+        changed(route, &closed),
+        [(FindingLevel::Warning, "envoy.failure_mode")]
+    );
+    let off = said(r#"{"@type":"t/envoy.config.route.v3.FilterConfig","disabled":true}"#);
+    assert_eq!(
+        changed(route, &off),
+        [(FindingLevel::Error, "envoy.filter")]
+    );
+    let wrapped = said(&format!(
+        r#"{{"@type":"t/envoy.config.route.v3.FilterConfig","config":{{{per_route}}}}}"#
+    ));
+    assert_eq!(changed(route, &wrapped), []);
+    // Disabled in the filter list and enabled by that route.
+    let name = r#""name":"envoy.filters.http.ext_proc","typed_config""#;
+    let off_in_list = r#""name":"envoy.filters.http.ext_proc","disabled":true,"typed_config""#;
+    assert_eq!(
+        changed(name, off_in_list),
+        [(FindingLevel::Error, "envoy.filter")]
+    );
+}
+
+#[test]
+fn filter_is_checked_without_routes_in_dump() {
+    // Routes that are missing in the dump, and a fault in the filter.
+    let elsewhere = |fault: fn(&mut Value)| {
+        let mut page = by_control_plane(page("standalone"));
+        let configs = page["configs"].as_array_mut().unwrap();
+        configs.retain(|config| {
+            !config["@type"]
+                .as_str()
+                .unwrap()
+                .ends_with("RoutesConfigDump")
+        });
+        let extensions = configs
+            .iter_mut()
+            .find_map(|config| config.get_mut("ecds_filters"))
+            .unwrap();
+        fault(&mut extensions[0]["ecds_filter"]["typed_config"]);
+        let found = findings(&page, &config("standalone"));
+        found
+            .into_iter()
+            .filter(|one| one.level <= FindingLevel::Skipped)
+            .map(|one| (one.level, one.check))
+            .collect::<Vec<_>>()
+    };
+    let skipped = (FindingLevel::Skipped, "envoy.filter");
+    assert_eq!(elsewhere(|_| {}), [skipped]);
+    let trailers =
+        elsewhere(|filter| filter["processing_mode"]["response_trailer_mode"] = json!("SKIP"));
+    assert_eq!(
+        trailers,
+        [skipped, (FindingLevel::Error, "envoy.response_trailers")]
+    );
+    let namespaces = elsewhere(|filter| {
+        filter["metadata_options"]
+            .as_object_mut()
+            .unwrap()
+            .remove("receiving_namespaces");
+    });
+    assert!(
+        namespaces.contains(&(FindingLevel::Warning, "envoy.probe")),
+        "{namespaces:?}"
+    );
+}
+
+#[test]
+fn auto_sni_with_invalid_dns_name_is_an_error() {
+    let as_istio = |page: &mut Value, is_automatic: bool| {
+        swap(
+            page,
+            r#""cluster_name":"ext_proc""#,
+            r#""cluster_name":"outbound|9002||picker.ns.svc""#,
+        );
+        swap(
+            page,
+            r#""name":"ext_proc""#,
+            r#""name":"outbound|9002||picker.ns.svc""#,
+        );
+        let cluster = cluster(page, "outbound|9002||picker.ns.svc");
+        cluster["transport_socket"] = json!({"name": "envoy.transport_sockets.tls", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            "sni": "picker.ns.svc",
+        }});
+        let options = &mut cluster["typed_extension_protocol_options"];
+        options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]["upstream_http_protocol_options"] =
+            json!({"auto_sni": is_automatic});
+    };
+    let (found, fixes) = planted("standalone", |page, _| as_istio(page, true));
+    assert!(
+        found.contains(&(FindingLevel::Error, "envoy.server_name")),
+        "{found:?}"
+    );
+    assert!(
+        fixes.contains("`trafficPolicy: {tls: {sni: picker.ns.svc}}`"),
+        "{fixes}"
+    );
+    let (found, _) = planted("standalone", |page, _| as_istio(page, false));
+    assert!(
+        !found.iter().any(|(_, check)| *check == "envoy.server_name"),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn missing_request_body_means_load_only_routing() {
+    let mut hidden = page("standalone");
+    swap(
+        &mut hidden,
+        r#""request_body_mode":"BUFFERED""#,
+        r#""request_body_mode":"NONE""#,
+    );
+    let found = findings(&hidden, &config("standalone"));
+    let body = found
+        .iter()
+        .find(|finding| finding.check == "envoy.request_body")
+        .unwrap();
+    assert_eq!(body.level, FindingLevel::Error);
+    let seen = "request_body_mode: NONE: warmroute gets no prompt, so every request is routed by \
+    load only";
+    assert_eq!(body.message, seen);
+}
+
+#[test]
+fn fallback_subset_without_workers_is_a_warning() {
+    let roles = |_: &mut Value, config: &mut Value| {
+        config["models"][0] = json!({"name": "m"});
+        for worker in config["workers"]["list"].as_array_mut().unwrap() {
+            worker["role"] = json!("aggregated");
+        }
+    };
+    let (found, fixes) = planted("disaggregated-call", roles);
+    assert!(
+        found.contains(&(FindingLevel::Warning, "envoy.fallback")),
+        "{found:?}"
+    );
+    assert!(
+        fixes.contains("in the `default_subset` of cluster `workers`"),
+        "{fixes}"
+    );
+}
+
+#[test]
+fn google_grpc_address_is_checked() {
+    let cluster = r#""grpc_service":{"envoy_grpc":{"cluster_name":"ext_proc"}"#;
+    let by = |target: &str| {
+        format!(r#""grpc_service":{{"google_grpc":{{"target_uri":"{target}","stat_prefix":"x"}}"#)
+    };
+    assert_eq!(
+        changed(cluster, &by("unix:/tmp/warmroute/ext_proc.sock")),
+        []
+    );
+    assert_eq!(
+        changed(cluster, &by("unix:///tmp/warmroute/ext_proc.sock")),
+        []
+    );
+    assert_eq!(
+        changed(cluster, &by("dns:///warmroute:9002")),
+        [(FindingLevel::Error, "envoy.address")]
+    );
+    let gone = r#""grpc_service":{"envoy_grpc":{"cluster_name":"gone"}"#;
+    assert_eq!(
+        changed(cluster, gone),
+        [(FindingLevel::Error, "envoy.ext_proc_cluster")]
+    );
+}
+
+#[test]
+fn host_names_and_wildcards_match_by_port() {
+    let listens = |tcp: &str| {
+        let mut config = config("standalone");
+        config["listeners"]["ext_proc"] = json!({"address": tcp, "unprotected": true});
+        expected(&config)
+    };
+    let at = |host: &str, port: u16| EnvoyAddress::Socket(host.to_owned(), port);
+    let local = listens("127.0.0.1:9002");
+    let everywhere = listens("0.0.0.0:9002");
+    for (expected, address, ours) in [
+        (&local, at("127.0.0.1", 9002), true),
+        (&local, at("127.0.0.1", 9003), false),
+        (&local, at("10.0.0.1", 9002), false),
+        (&local, at("warmroute.svc", 9002), true),
+        (&everywhere, at("10.0.0.1", 9002), true),
+        (
+            &everywhere,
+            EnvoyAddress::Pipe("/tmp/warmroute/ext_proc.sock".to_owned()),
+            false,
+        ),
+    ] {
+        assert_eq!(expected.is_ours(&address), ours, "{address}");
+    }
+}
+
+#[test]
+fn pin_headers_of_trusted_clients_may_stay() {
+    let text = page("standalone")
+        .to_string()
+        .replace(r#"{"remove":"x-worker-instance-id"},"#, "");
+    let page: Value = serde_json::from_str(&text).unwrap();
+    let levels = |config: &Value| findings(&page, config).iter().map(|one| one.level).min();
+    let mut trusting = config("standalone");
+    assert_eq!(levels(&trusting), Some(FindingLevel::Warning));
+    trusting["requests"]["clients"] = json!({"trusted": true});
+    assert_eq!(levels(&trusting), Some(FindingLevel::Ok));
+}
+
+#[test]
+fn invalid_config_dump_is_rejected_with_reason() {
+    for (text, reason) in [
+        ("<html>", "it is not JSON"),
+        ("{}", "it has no `configs`"),
+        (
+            r#"{"configs":[{"@type":"x/envoy.admin.v3.ClustersConfigDump","static_clusters":[{"cluster":7}]}]}"#,
+            "a cluster",
+        ),
+    ] {
+        let refused = ConfigDump::parse(text).unwrap_err();
+        assert!(refused.contains(reason), "{text}: {refused}");
+    }
+    let empty = check_envoy(
+        &ConfigDump::parse(r#"{"configs":[]}"#).unwrap(),
+        &expected(&config("standalone")),
+    );
+    assert_eq!(
+        empty
+            .iter()
+            .map(|one| (one.level, one.check))
+            .collect::<Vec<_>>(),
+        [(FindingLevel::Error, "envoy.filter")]
+    );
+}

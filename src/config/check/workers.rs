@@ -1,0 +1,130 @@
+//! Checks of the sources of workers.
+
+use warmroute_settings::Problem;
+
+use super::steps;
+use crate::config::Config;
+use crate::config::model::missing;
+use crate::fleet::discovery;
+use crate::fleet::discovery::config::WorkerConfig;
+use crate::fleet::discovery::dns::DnsConfig;
+use crate::fleet::discovery::kubernetes::PodsConfig;
+
+pub(super) fn workers(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let sources = [
+        ("list", config.workers.list.is_some()),
+        ("file", config.workers.file.is_some()),
+        ("dns", !config.workers.dns.is_empty()),
+        ("kubernetes", config.workers.kubernetes.is_some()),
+    ];
+    let given: Vec<&str> = sources
+        .into_iter()
+        .filter(|(_, is_given)| *is_given)
+        .map(|(key, _)| key)
+        .collect();
+    match (&given[..], &config.workers.list) {
+        ([], _) => {
+            let text = "there is no source of workers; give one of `workers.file`, `workers.list`, `workers.dns` and `workers.kubernetes`";
+            problems.push(Problem::at([], text));
+        }
+        ([first, second, ..], _) => {
+            let text = format!("`workers.{first}` and `workers.{second}` are both given; keep one");
+            problems.push(Problem::of(first, text).within("workers"));
+        }
+        (_, Some(list)) if list.is_empty() => {
+            let text = "the list is empty; list at least one worker or name a `workers.file`";
+            problems.push(Problem::at(steps("workers.list"), text));
+        }
+        (_, Some(list)) if list.len() < config.process.readiness.min_workers as usize => {
+            let text = format!(
+                "readiness waits for {} workers but the list has {}, so it would never come; lower this or list more",
+                config.process.readiness.min_workers,
+                list.len()
+            );
+            problems.push(Problem::at(steps("process.readiness.min_workers"), text));
+        }
+        _ => {}
+    }
+    if config.models.is_empty() {
+        // Without models, every worker would be reported for its unknown model too.
+        return problems;
+    }
+    let found = config.fixed_workers().err().unwrap_or_default();
+    problems.extend(
+        found
+            .into_iter()
+            .map(|problem| problem.within("list").within("workers")),
+    );
+    problems.extend(source_problems(config));
+    problems
+}
+
+/// Problems of the worker sources, and those that every worker of a source would have.
+fn source_problems(config: &Config) -> Vec<Problem> {
+    let models = config.served_models();
+    let of_sample = |sample: &WorkerConfig| {
+        let found = discovery::resolve(std::slice::from_ref(sample), &models)
+            .err()
+            .unwrap_or_default();
+        let within = |mut problem: Problem| {
+            // The sample is a list with one element; its index is not part of the path.
+            problem.trail.remove(0);
+            problem.within("worker")
+        };
+        found.into_iter().map(within).collect::<Vec<_>>()
+    };
+    let of_name = |(at, name): (usize, &DnsConfig)| {
+        let problems = name
+            .problems()
+            .into_iter()
+            .chain(of_sample(&name.sample_worker()));
+        problems
+            .map(move |problem| problem.within(at).within("dns").within("workers"))
+            .collect::<Vec<_>>()
+    };
+    let mut problems: Vec<Problem> = config
+        .workers
+        .dns
+        .iter()
+        .enumerate()
+        .flat_map(of_name)
+        .collect();
+    let Some(kubernetes) = &config.workers.kubernetes else {
+        return problems;
+    };
+    let of_pool = |(at, pool): (usize, &PodsConfig)| {
+        of_sample(&pool.sample_worker())
+            .into_iter()
+            .map(move |problem| problem.within(at).within("pools"))
+            .collect::<Vec<_>>()
+    };
+    let pools = kubernetes.pools.iter().enumerate().flat_map(of_pool);
+    problems.extend(
+        kubernetes
+            .problems()
+            .into_iter()
+            .chain(pools)
+            .map(|problem| problem.within("kubernetes").within("workers")),
+    );
+    problems
+}
+
+pub(super) fn files(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if let Some(file) = &config.workers.file {
+        if !file.is_file() {
+            problems.push(Problem::at(steps("workers.file"), missing(file)));
+        }
+        if config
+            .envoy
+            .as_ref()
+            .is_some_and(|envoy| envoy.endpoints_file.as_ref() == Some(file))
+        {
+            let text =
+                "this is the `workers.file`, which would be overwritten; choose another name";
+            problems.push(Problem::at(steps("envoy.endpoints_file"), text));
+        }
+    }
+    problems
+}

@@ -1,0 +1,31 @@
+//! `routing:`: selection of the worker for a request.
+
+use serde::{Deserialize, Serialize};
+use warmroute_core::policy::{DisaggregationConfig, Weights};
+use warmroute_core::router::LoadTracking;
+
+use super::{HealthConfig, OverloadConfig, TrackingHashConfig};
+use crate::request::pool_routes::PoolRoutesConfig;
+use crate::request::rewrite::RewritesConfig;
+
+/// The `routing:` section.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RoutingSection {
+    /// Coefficients of the cost.
+    pub weights: Weights,
+    /// Quantities that count as load.
+    pub load: LoadTracking,
+    /// Hash by which the load tracker names prompt blocks.
+    pub block_hash: TrackingHashConfig,
+    /// Thresholds above which a worker receives no requests.
+    pub overload: OverloadConfig,
+    /// Ejection of workers after consecutive failures.
+    pub outlier_detection: HealthConfig,
+    /// Requirement and conditions of remote prefills.
+    pub disaggregation: DisaggregationConfig,
+    /// Assignment of requests to pools of workers.
+    pub pool_routes: PoolRoutesConfig,
+    /// Requests that are sent to another model than they name.
+    pub model_rewrites: RewritesConfig,
+}

@@ -1,0 +1,19 @@
+//! Entry point of every request, from any API: session, queue, router. Waiting is a future;
+//! dropping it leaves nothing behind. The audit compares the predictions with the responses.
+
+mod active_request;
+pub mod audit;
+mod dispatcher;
+pub mod queue;
+mod queue_metadata;
+mod reroute;
+mod session;
+mod timed_router;
+
+pub use active_request::ActiveRequest;
+pub use dispatcher::{DispatchError, Dispatcher};
+pub use session::{RequestSession, SessionAffinity, SessionRouting};
+pub use timed_router::{RoutingTimes, TimedRouter};
+
+#[cfg(test)]
+mod tests;

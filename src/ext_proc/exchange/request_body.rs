@@ -1,0 +1,72 @@
+//! Received parts of a request body.
+
+use bytes::{Bytes, BytesMut};
+
+use crate::ext_proc::headers::RequestHead;
+
+/// A body in several pieces. A body in one piece is not copied.
+#[derive(Debug, Default)]
+pub(super) struct BufferedBody {
+    first: Bytes,
+    /// All pieces, from the second piece on.
+    joined: BytesMut,
+}
+
+impl BufferedBody {
+    /// Received bytes.
+    pub(super) fn len(&self) -> usize {
+        self.first.len() + self.joined.len()
+    }
+
+    /// Appends a piece.
+    pub(super) fn push(&mut self, piece: Bytes) {
+        if self.len() == 0 {
+            self.first = piece;
+            return;
+        }
+        self.joined
+            .extend_from_slice(&std::mem::take(&mut self.first));
+        self.joined.extend_from_slice(&piece);
+    }
+
+    /// The whole body.
+    pub(super) fn into_bytes(self) -> Bytes {
+        if self.joined.is_empty() {
+            self.first
+        } else {
+            self.joined.freeze()
+        }
+    }
+}
+
+/// End of the received part of a full-duplex request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DuplexEnd {
+    /// More bytes will follow.
+    Open,
+    /// The body has ended.
+    Body,
+    /// The request has ended with trailers.
+    Trailers,
+}
+
+/// The received part of a full-duplex request.
+pub(super) struct DuplexBody {
+    pub(super) body: Bytes,
+    pub(super) late_body: BytesMut,
+    pub(super) end: DuplexEnd,
+}
+
+impl DuplexBody {
+    /// The final length of the body; `None` if unknown.
+    pub(super) fn content_length(&self, head: &RequestHead, edit: Option<&Bytes>) -> Option<u64> {
+        match (self.end, edit) {
+            (DuplexEnd::Body, Some(edit)) => Some(edit.len() as u64),
+            (DuplexEnd::Body, None) => Some((self.body.len() + self.late_body.len()) as u64),
+            // Envoy removes `content-length` in full-duplex mode. It is still correct.
+            (DuplexEnd::Open, None) => head.content_length,
+            // A message with trailers has no fixed length.
+            (DuplexEnd::Open | DuplexEnd::Trailers, _) => None,
+        }
+    }
+}

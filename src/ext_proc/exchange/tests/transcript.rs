@@ -1,0 +1,108 @@
+//! Short forms of effects.
+
+use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
+use envoy_types::pb::envoy::service::ext_proc::v3::{CommonResponse, HeaderMutation};
+
+use super::*;
+
+pub(super) fn short(effects: Vec<Effect>) -> Vec<String> {
+    effects.into_iter().map(short_one).collect()
+}
+
+pub(super) fn short_one(effect: Effect) -> String {
+    match effect {
+        Effect::Route(InboundRequest { body, .. }) => match body {
+            RequestBody::Absent => "route absent".into(),
+            RequestBody::NotShown => "route unseen".into(),
+            RequestBody::Streamed => "route streamed".into(),
+            RequestBody::Truncated { shown, length } => {
+                format!("route cut {} of {length:?}", shown.len())
+            }
+            RequestBody::Whole(bytes) => format!("route whole {}", bytes.len()),
+            RequestBody::TooLarge { shown, .. } => format!("route too large {}", shown.len()),
+            RequestBody::Shed { bytes: len, .. } => format!("route shed {len}"),
+        },
+        Effect::FirstToken { .. } => "first token".into(),
+        Effect::ResponseChunk(bytes) => format!("answer {}", bytes.len()),
+        Effect::ResponseStarted(head) => format!("status {}", head.status),
+        Effect::Completed => "finished".into(),
+        Effect::Reply(reply) if reply.override_message_timeout.is_some() => {
+            assert_eq!(
+                reply.response, None,
+                "Envoy accepts an extended timeout only alone"
+            );
+            let wait = reply.override_message_timeout.unwrap();
+            format!("hold {}.{:03}", wait.seconds, wait.nanos / 1_000_000)
+        }
+        Effect::Reply(reply) => {
+            let (name, common) = match reply.response.clone().unwrap() {
+                Response::RequestHeaders(headers) => ("request headers", headers.response),
+                Response::RequestBody(body) => ("request body", body.response),
+                Response::ResponseHeaders(headers) => ("response headers", headers.response),
+                Response::ResponseBody(body) => ("response body", body.response),
+                Response::RequestTrailers(_) => ("request trailers", None),
+                Response::ResponseTrailers(_) => ("response trailers", None),
+                Response::ImmediateResponse(own) => {
+                    let status = own.status.unwrap().code;
+                    let headers = changes(CommonResponse {
+                        header_mutation: own.headers,
+                        ..Default::default()
+                    });
+                    return format!(
+                        "own {status}{headers} {}",
+                        String::from_utf8(own.body).unwrap()
+                    );
+                }
+                other => panic!("unexpected {other:?}"),
+            };
+            let mut line = name.to_owned();
+            line += &common.map(changes).unwrap_or_default();
+            if reply.dynamic_metadata.is_some() {
+                line += " +metadata";
+            }
+            if let Some(mode) = reply.mode_override {
+                line += &format!(
+                    " mode {}/{}",
+                    mode.request_body_mode, mode.response_body_mode
+                );
+            }
+            line
+        }
+    }
+}
+
+fn changes(common: CommonResponse) -> String {
+    let mut line = String::new();
+    let HeaderMutation {
+        set_headers,
+        remove_headers,
+    } = common.header_mutation.unwrap_or_default();
+    for header in set_headers.into_iter().map(|option| option.header.unwrap()) {
+        line += &format!(
+            " {}={}",
+            header.key,
+            String::from_utf8(header.raw_value).unwrap()
+        );
+    }
+    for name in remove_headers {
+        line += &format!(" -{name}");
+    }
+    match common.body_mutation.and_then(|body| body.mutation) {
+        Some(Mutation::StreamedResponse(piece)) => {
+            line += &format!(
+                " {}{}",
+                piece.body.len(),
+                if piece.end_of_stream { " end" } else { "" }
+            );
+        }
+        Some(Mutation::Body(body)) => {
+            line += &format!(" body {}", String::from_utf8(body).unwrap())
+        }
+        _ => {}
+    }
+    if common.clear_route_cache {
+        line += " +route";
+    }
+    line
+}

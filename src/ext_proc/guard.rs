@@ -1,0 +1,360 @@
+//! Resources and metrics of one exchange. The resources are RAII guards, so any end of the stream
+//! releases them.
+
+mod cache_report;
+mod measurements;
+mod response_origin;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tracing::debug;
+
+use cache_report::CacheReportSource;
+use warmroute_core::block::BlockHashes;
+use warmroute_core::router::{Mode, Router};
+use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
+use warmroute_tokens::openai::usage::{TokenUsage, UsageScanner};
+
+use super::retries::RetryDecision;
+use crate::dispatch::audit::{CacheAudit, ReportedUsage};
+use crate::dispatch::{ActiveRequest, Dispatcher};
+use crate::prefill::{PrefillEvent, RemotePrefill, RetriedRequest};
+
+/// Resources and metrics of one exchange.
+pub(super) struct ExchangeGuard {
+    metrics: Arc<Metrics>,
+    router: Arc<Router>,
+    audit: Arc<CacheAudit>,
+    arrived: Instant,
+    /// Time at which the request was dispatched.
+    admitted_at: Instant,
+    active: Option<Box<ActiveRequest>>,
+    /// The prefill on another worker, until the first token.
+    remote_prefill: Option<RemotePrefill>,
+    /// Time at which another worker completed the prefill. Removed at the first token.
+    prefill_done: Option<Instant>,
+    label: Option<ModelLabel>,
+    /// The model and the role of the decode worker.
+    role_labels: Option<ModelRoleLabels>,
+    /// Time of the first token of a streamed response.
+    first_token_at: Option<Instant>,
+    /// Time of the end of the response.
+    completed_at: Option<Instant>,
+    /// The response with the cache report.
+    cache_report_source: Option<CacheReportSource>,
+    /// The prompts of the request, after its end.
+    prompts: Vec<BlockHashes>,
+    /// Whether another worker than the chosen one served the request.
+    served_elsewhere: bool,
+    /// Whether the usage scanner reads the response body.
+    body_shown: bool,
+    /// Whether bytes of the response body were observed, by this filter or by the probe filter.
+    body_seen: bool,
+    usage: Box<UsageScanner>,
+    status: u16,
+    /// Whether the response is a stream of events, whose first event carries the first token.
+    event_stream: bool,
+    end: ExchangeEnd,
+    /// Whether output blocks count as load.
+    books_output_blocks: bool,
+    /// Output blocks booked so far.
+    output_blocks: u64,
+}
+
+/// Progress of the exchange.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ExchangeEnd {
+    /// The response has not begun.
+    Abandoned,
+    /// The response has begun, and its end was not observed: it ended, or the client left.
+    Closed,
+    /// The end of the response was observed.
+    Complete,
+    /// warmroute responded itself.
+    Immediate,
+}
+
+impl ExchangeGuard {
+    pub(super) fn open(metrics: Arc<Metrics>, router: Arc<Router>, audit: Arc<CacheAudit>) -> Self {
+        metrics.ext_proc.open_exchanges.inc();
+        let now = Instant::now();
+        Self {
+            metrics,
+            audit,
+            arrived: now,
+            admitted_at: now,
+            active: None,
+            remote_prefill: None,
+            prefill_done: None,
+            label: None,
+            role_labels: None,
+            first_token_at: None,
+            completed_at: None,
+            cache_report_source: None,
+            prompts: Vec::new(),
+            served_elsewhere: false,
+            body_shown: false,
+            body_seen: false,
+            usage: Box::default(),
+            status: 0,
+            event_stream: false,
+            end: ExchangeEnd::Abandoned,
+            books_output_blocks: router.settings().tracking.output_blocks,
+            output_blocks: 0,
+            router,
+        }
+    }
+
+    /// Records the placement of the request. `remote_prefill` is the prefill on another worker.
+    fn on_placed(&mut self, remote_prefill: Option<RemotePrefill>) {
+        let route = self.active.as_ref().map(|active| &active.placement.route);
+        self.cache_report_source =
+            route.map(|route| CacheReportSource::new(route, remote_prefill.as_ref(), &self.audit));
+        // warmroute calls the prefill worker before it sends the request on.
+        self.prefill_done =
+            matches!(remote_prefill, Some(RemotePrefill::Call(_))).then(Instant::now);
+        self.remote_prefill = remote_prefill;
+    }
+
+    pub(super) fn on_route(
+        &mut self,
+        active: Option<Box<ActiveRequest>>,
+        remote_prefill: Option<RemotePrefill>,
+    ) {
+        self.label = active
+            .as_ref()
+            .map(|active| ModelLabel::from(&active.placement.route.model));
+        self.role_labels = active.as_ref().map(|active| {
+            let route = &active.placement.route;
+            ModelRoleLabels::new(&route.model, self.router.role_of(route.to.rank))
+        });
+        self.active = active;
+        self.admitted_at = Instant::now();
+        self.on_placed(remote_prefill);
+    }
+
+    /// Records that warmroute responds itself.
+    pub(super) fn on_immediate(&mut self) {
+        self.end = ExchangeEnd::Immediate;
+    }
+
+    /// Completes at the next event of the prefill on another worker.
+    pub(super) async fn next_prefill_event(&mut self) -> PrefillEvent {
+        match &mut self.remote_prefill {
+            Some(remote_prefill) => remote_prefill.next_event().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Handles an event of the mirrored prefill. Returns whether the request has failed.
+    pub(super) fn on_prefill_event(&mut self, event: &PrefillEvent) -> bool {
+        let (Some(RemotePrefill::Mirror(mirrored_prefill)), Some(active)) =
+            (&self.remote_prefill, &mut self.active)
+        else {
+            return false;
+        };
+        match event {
+            PrefillEvent::Done => {
+                self.prefill_done = Some(Instant::now());
+                active.placement.reservation.on_first_token();
+                false
+            }
+            PrefillEvent::Failed(failure) => {
+                mirrored_prefill.on_failure(failure, &self.router, active);
+                false
+            }
+            // A response that has begun proves that KV was transferred, even if its first token was
+            // not observed.
+            PrefillEvent::TimedOut if self.status != 0 => {
+                if let Some(RemotePrefill::Mirror(mirrored_prefill)) = self.remote_prefill.take() {
+                    mirrored_prefill.complete();
+                }
+                false
+            }
+            PrefillEvent::TimedOut => {
+                mirrored_prefill.on_timeout(&self.router, active);
+                self.remote_prefill = None;
+                true
+            }
+        }
+    }
+
+    /// Runs another prefill for a request that is sent to another decode worker.
+    pub(super) async fn prefill_retry(
+        &mut self,
+        dispatcher: &Dispatcher,
+        retried: RetriedRequest,
+    ) -> RetryDecision {
+        // A request whose response has begun is not retried.
+        let Some(remote_prefill) = self.remote_prefill.take() else {
+            return RetryDecision::Unchanged;
+        };
+        let Some(active) = self.active.take() else {
+            return RetryDecision::Unchanged;
+        };
+        // The time before a retry is no part of the prefill time.
+        self.admitted_at = Instant::now();
+        // Boxed, because the future is large and retries are rare.
+        let repeated = Box::pin(remote_prefill.retry(dispatcher, active, retried)).await;
+        match repeated {
+            Ok(repeated) => {
+                self.active = Some(repeated.active);
+                self.on_placed(Some(repeated.remote_prefill));
+                RetryDecision::ReplaceBody(repeated.body)
+            }
+            Err(error) => {
+                debug!(%error, "retry failed");
+                RetryDecision::Abandoned
+            }
+        }
+    }
+
+    /// Handles the first token of the response, which was `observed` or is assumed to arrive with
+    /// the headers.
+    pub(super) fn on_first_token(&mut self, observed: bool) {
+        self.body_seen |= observed;
+        self.end = self.end_at_least(ExchangeEnd::Closed);
+        // An error has no first token.
+        let is_success = (200..300).contains(&self.status);
+        // After the first token the prefill is complete.
+        if let Some(RemotePrefill::Mirror(mirrored_prefill)) =
+            self.remote_prefill.take().filter(|_| is_success)
+        {
+            mirrored_prefill.complete();
+        }
+        if let Some(active) = &mut self.active {
+            let first = active.placement.reservation.on_first_token();
+            // A unary response begins when it is complete. Prefill times are learned only from
+            // prompts whose uncached part is known.
+            let route = &active.placement.route;
+            let is_known =
+                matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
+            let is_measured = self.event_stream && is_known;
+            if first && is_success && is_measured {
+                self.router
+                    .record_prefill_time(&active.placement, self.admitted_at.elapsed());
+            }
+        }
+        if is_success {
+            self.observe_first_token();
+        } else {
+            self.prefill_done = None;
+        }
+        if is_success && observed && self.event_stream {
+            self.first_token_at.get_or_insert_with(Instant::now);
+        }
+    }
+
+    pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {
+        self.body_shown = true;
+        self.body_seen = true;
+        self.usage.push(chunk);
+        if self.books_output_blocks {
+            self.book_output();
+        }
+    }
+
+    /// Books a block whenever prompt and output together begin one.
+    fn book_output(&mut self) {
+        let Some(active) = &mut self.active else {
+            return;
+        };
+        let route = &active.placement.route;
+        let size = route.block_size.tokens() as u64;
+        let generated = self.usage.output_tokens();
+        let grown =
+            (route.prompt_tokens + generated).div_ceil(size) - route.prompt_tokens.div_ceil(size);
+        let expected = route.expected_output_tokens;
+        let fraction =
+            expected.map(|expected| (1.0 - generated as f64 / expected.max(1) as f64).max(0.0));
+        while self.output_blocks < grown {
+            self.output_blocks += 1;
+            active.placement.reservation.add_output_block(fraction);
+            active.placement.add_output_block();
+        }
+    }
+
+    /// Releases all resources at the end of the response, although Envoy may keep the stream open.
+    pub(super) fn on_completed(&mut self) {
+        self.end = ExchangeEnd::Complete;
+        self.completed_at = Some(Instant::now());
+        self.release();
+        self.observe_duration();
+        // The last event may lack its empty line.
+        self.usage.finish();
+    }
+
+    /// Releases the resources of the exchange. A successful response proves that the prompt's
+    /// blocks are cached. The headers of an event stream do not: they precede the computation, and
+    /// the client may leave before the first token.
+    fn release(&mut self) {
+        let begun = match self.end {
+            ExchangeEnd::Complete => true,
+            ExchangeEnd::Closed => self.body_seen || !self.event_stream,
+            ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
+        };
+        let begun = begun && (200..300).contains(&self.status);
+        if let Some(mut active) = self.active.take()
+            && begun
+        {
+            self.router.start_parity_check(&mut active.placement);
+            self.prompts = active.placement.take_prompts();
+        }
+    }
+
+    fn end_at_least(&self, end: ExchangeEnd) -> ExchangeEnd {
+        if matches!(self.end, ExchangeEnd::Complete | ExchangeEnd::Immediate) {
+            self.end
+        } else {
+            end
+        }
+    }
+}
+
+impl Drop for ExchangeGuard {
+    fn drop(&mut self) {
+        self.release();
+        self.metrics.ext_proc.open_exchanges.dec();
+        let outcome = match self.end {
+            ExchangeEnd::Abandoned => "cancelled",
+            ExchangeEnd::Closed => "response_not_observed",
+            ExchangeEnd::Complete => "completed",
+            ExchangeEnd::Immediate => "immediate_response",
+        };
+        self.metrics
+            .ext_proc
+            .exchanges
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
+        if self.end == ExchangeEnd::Closed {
+            self.observe_duration();
+            self.usage.finish();
+        }
+        if self.label.is_none() {
+            return;
+        }
+        let usage = self.usage.usage();
+        let output = usage.map_or(self.usage.output_tokens(), |usage| usage.completion_tokens);
+        self.observe_output(output);
+        if let Some(TokenUsage {
+            prompt_tokens,
+            cached_tokens: Some(cached),
+            ..
+        }) = usage
+            && let Some(CacheReportSource::InResponse(forecast)) = &self.cache_report_source
+        {
+            self.audit.count_delivered_tokens(
+                forecast,
+                ReportedUsage {
+                    prompt_tokens,
+                    cached_tokens: cached,
+                },
+            );
+        }
+        self.audit_response();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,167 @@
+//! Origin of a response: reports its status for the worker that sent it, and moves the load there.
+
+use tracing::info;
+use warmroute_core::router::{
+    RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
+};
+use warmroute_core::worker::{WorkerEndpoint, WorkerRank};
+use warmroute_metrics::{Metrics, OutcomeLabel, RankLabels};
+use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
+
+use super::ExchangeGuard;
+use crate::ext_proc::exchange::ServingWorker;
+use crate::ext_proc::headers::{ResponseHead, ResponseSource};
+
+/// Sender of a response.
+enum ResponseSender {
+    /// The router knows what it shows about the workers.
+    Origin(ResponseOrigin),
+    /// Envoy, for its own reasons. The response contains no information about the worker.
+    GatewayPolicy,
+    /// An unknown endpoint, which may be another address of the chosen worker.
+    UnknownEndpoint,
+}
+
+impl ExchangeGuard {
+    /// Handles the headers of the response: reports the status to the router, and moves the load to
+    /// the worker that served.
+    pub(in crate::ext_proc) fn on_response_headers(&mut self, head: ResponseHead) {
+        self.status = head.status;
+        self.event_stream = head.is_event_stream;
+        *self.usage = UsageScanner::new(if head.is_event_stream {
+            ResponseEncoding::EventStream
+        } else {
+            ResponseEncoding::Document
+        });
+        match self.response_sender(head.source) {
+            None => {}
+            Some(ResponseSender::Origin(origin)) => self.on_response_origin(head, origin),
+            Some(ResponseSender::GatewayPolicy) => {
+                // Another request may probe the worker.
+                if let Some(active) = &mut self.active {
+                    active.placement.probes.clear();
+                    active.placement.predictions = RequestPredictions::default();
+                }
+            }
+            Some(ResponseSender::UnknownEndpoint) => {
+                if let Some(active) = &mut self.active {
+                    active.placement.probes.clear();
+                    self.router
+                        .resolve_predictions(&mut active.placement, head.status);
+                }
+                count_endpoint_mismatch(&self.metrics, "unknown_endpoint");
+            }
+        }
+    }
+
+    /// The sender of a response; `None` for a request that was not dispatched.
+    fn response_sender(&self, source: ResponseSource) -> Option<ResponseSender> {
+        let route = &self.active.as_ref()?.placement.route;
+        let origin = match source {
+            ResponseSource::Unknown | ResponseSource::Ambiguous => ResponseOrigin::Chosen,
+            ResponseSource::Envoy => ResponseOrigin::Gateway,
+            ResponseSource::EnvoyPolicy => return Some(ResponseSender::GatewayPolicy),
+            ResponseSource::Worker(address) => {
+                let served = WorkerEndpoint(address).canonical();
+                if served == route.to.endpoint.canonical() {
+                    return Some(ResponseSender::Origin(ResponseOrigin::Chosen));
+                }
+                let fleet = self.router.fleet();
+                let worker = fleet
+                    .workers()
+                    .find(|worker| worker.endpoint.canonical() == served);
+                match worker {
+                    Some(worker) => ResponseOrigin::Other(worker.id),
+                    None => return Some(ResponseSender::UnknownEndpoint),
+                }
+            }
+        };
+        Some(ResponseSender::Origin(origin))
+    }
+
+    fn on_response_origin(&mut self, head: ResponseHead, origin: ResponseOrigin) {
+        let Some(active) = &mut self.active else {
+            return;
+        };
+        // Health first: it concerns the chosen worker.
+        let chosen = active.placement.route.to.rank;
+        let changes = self.router.on_response(
+            &mut active.placement,
+            WorkerResponse {
+                status: head.status,
+                origin,
+            },
+        );
+        if let ResponseSource::Worker(address) = head.source {
+            let outcome = match active.on_served_by(&self.router, WorkerEndpoint(address)) {
+                RelocationOutcome::Unchanged => None,
+                RelocationOutcome::Moved(_) => Some("moved"),
+                RelocationOutcome::Released => Some("released"),
+            };
+            if let Some(outcome) = outcome {
+                self.served_elsewhere = true;
+                count_endpoint_mismatch(&self.metrics, outcome);
+            }
+        }
+        if let ResponseOrigin::Other(_) = origin {
+            self.router
+                .resolve_predictions(&mut active.placement, head.status);
+        }
+        active.placement.clear_remote_overlaps();
+        for (worker, change) in changes {
+            info!(%worker, status = head.status, ?change, "worker health changed");
+        }
+        if origin != ResponseOrigin::Chosen {
+            self.count_unreachable(chosen);
+        }
+    }
+
+    fn count_unreachable(&self, chosen: WorkerRank) {
+        // The series of a rank that left have been removed.
+        if let Some(role) = self.router.role_of(chosen) {
+            self.metrics
+                .requests
+                .worker_unreachable_requests
+                .get_or_create(&RankLabels::new(chosen, Some(role)))
+                .inc();
+        }
+    }
+
+    /// The worker that sent the response, if it is a known one that was not chosen.
+    pub(in crate::ext_proc) fn other_serving_worker(
+        &self,
+        head: &ResponseHead,
+    ) -> Option<ServingWorker> {
+        let ResponseSource::Worker(address) = head.source else {
+            return None;
+        };
+        let served = WorkerEndpoint(address).canonical();
+        let route = &self.active.as_ref()?.placement.route;
+        if route.to.endpoint.canonical() == served {
+            return None;
+        }
+        let fleet = self.router.fleet();
+        let of_model = fleet
+            .members()
+            .filter(|member| member.worker.model == route.model);
+        let mut members = of_model.filter(|member| member.worker.endpoint.canonical() == served);
+        let first = ServingWorker::from(members.next()?.rank);
+        // Envoy reports the endpoint only, and several ranks may share it.
+        Some(if members.next().is_none() {
+            first
+        } else {
+            ServingWorker {
+                rank: None,
+                ..first
+            }
+        })
+    }
+}
+
+fn count_endpoint_mismatch(metrics: &Metrics, outcome: &'static str) {
+    metrics
+        .requests
+        .served_endpoint_mismatches
+        .get_or_create(&OutcomeLabel { outcome })
+        .inc();
+}

@@ -1,0 +1,26 @@
+//! Configured handling of requests and responses, beyond the message order of an exchange.
+
+use std::collections::{HashMap, HashSet};
+
+use warmroute_core::worker::ModelName;
+
+use super::config::{FailureConfig, FailureMode};
+
+/// Configured handling of requests and of their responses.
+#[derive(Clone, Debug, Default)]
+pub struct ExchangePolicy {
+    /// Handling of requests that cannot be routed or read.
+    pub failure: FailureConfig,
+    /// Failure modes of models that differ from it.
+    pub model_failure_modes: HashMap<ModelName, FailureMode>,
+    /// Models whose engines send the response headers together with the first token.
+    pub first_token_with_headers: HashSet<ModelName>,
+    /// Whether responses explain the choice. Formatting the explanation takes a microsecond.
+    pub why_header: bool,
+    /// Whether conformance tests may name the candidate endpoints.
+    pub conformance: bool,
+    /// Whether rejections set llm-d's header with the reason.
+    pub dropped_reason_header: bool,
+    /// Whether immediate responses name the routing mode.
+    pub mode_header: bool,
+}

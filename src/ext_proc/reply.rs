@@ -1,0 +1,74 @@
+//! Answers to the request for a route: a route with its changes of the request, or an immediate
+//! response.
+
+use bytes::Bytes;
+use warmroute_core::router::RouteTarget;
+
+use crate::prefill::MirrorTarget;
+
+/// The answer to [`Effect::Route`](super::Effect::Route): the chosen endpoints, and further changes
+/// of the request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RouteReply {
+    /// The chosen endpoints.
+    pub target: RouteTarget,
+    /// Replacement of the body. Set only if the whole body was received.
+    pub body_edit: Option<BodyEdit>,
+    /// Endpoint that receives a mirrored copy of the request.
+    pub mirror_to: Option<MirrorTarget>,
+    /// Whether the engine sends the response headers together with the first token.
+    pub first_token_with_headers: bool,
+}
+
+impl From<RouteTarget> for RouteReply {
+    fn from(target: RouteTarget) -> Self {
+        Self {
+            target,
+            body_edit: None,
+            mirror_to: None,
+            first_token_with_headers: false,
+        }
+    }
+}
+
+/// Replacement of a request body.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BodyEdit {
+    /// The new body.
+    pub body: Bytes,
+    /// Model name to restore in the response.
+    pub model_rename: Option<ModelRename>,
+}
+
+impl BodyEdit {
+    /// Replaces the body and keeps the model name to restore.
+    pub(super) fn replace_body(before: Option<Self>, body: Option<Bytes>) -> Option<Self> {
+        let Some(body) = body else { return before };
+        Some(Self {
+            body,
+            model_rename: before.and_then(|edit| edit.model_rename),
+        })
+    }
+}
+
+/// A model that is served under another name than the client requested.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelRename {
+    /// Model name for the engine.
+    pub served: String,
+    /// Model name for the client.
+    pub requested: String,
+}
+
+/// A response that warmroute sends in place of a worker's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImmediateReply {
+    /// HTTP status.
+    pub status: u16,
+    /// Headers in addition to the content type.
+    pub headers: Vec<(&'static str, String)>,
+    /// JSON.
+    pub body: Vec<u8>,
+    /// Response details for Envoy's logs.
+    pub details: &'static str,
+}

@@ -1,0 +1,185 @@
+//! Configuration of workers and of the workers file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::{NonZeroU16, NonZeroU32};
+
+use serde::{Deserialize, Serialize};
+use warmroute_core::worker::{
+    BlockSize, BootstrapAddress, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+};
+use warmroute_settings::{Period, Problem};
+
+use super::zmq::ZmqEndpoint;
+
+/// `workers:` entry.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerConfig {
+    /// Instance id.
+    pub id: WorkerId,
+    /// Display name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// `ip:port` that Envoy sends requests to.
+    pub endpoint: WorkerEndpoint,
+    /// Served model; may be omitted if only one model is configured.
+    #[serde(default)]
+    pub model: Option<ModelName>,
+    /// Role.
+    #[serde(default)]
+    pub role: WorkerRole,
+    /// Tokens per KV block; defaults to that of the model and must equal it.
+    #[serde(default)]
+    pub block_size: Option<BlockSize>,
+    /// Data-parallel ranks.
+    #[serde(default)]
+    pub data_parallel: DataParallel,
+    /// Source of the KV events; none if omitted.
+    #[serde(default)]
+    pub kv_events: Option<KvEventsConfig>,
+    /// Maximum tokens per engine step.
+    #[serde(default)]
+    pub max_num_batched_tokens: Option<u64>,
+    /// KV blocks per rank, in blocks of the model's `block_size`.
+    #[serde(default)]
+    pub total_kv_blocks: Option<u64>,
+    /// Labels that requests may require or prefer.
+    #[serde(default)]
+    pub taints: BTreeSet<String>,
+    /// Loaded LoRA adapters.
+    #[serde(default)]
+    pub adapters: BTreeSet<String>,
+    /// Topology labels: domain to value.
+    #[serde(default)]
+    pub topology: BTreeMap<String, String>,
+    /// Topology constraint on the decode worker that receives the KV cache.
+    #[serde(default)]
+    pub kv_transfer: Option<KvTransferConfig>,
+    /// Bootstrap address (SGLang); defaults to port 8998 of the endpoint's host.
+    #[serde(default)]
+    pub bootstrap: Option<BootstrapConfig>,
+    /// True if the worker accepts no new requests.
+    #[serde(default)]
+    pub draining: bool,
+}
+
+/// Bootstrap address of a prefill worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BootstrapConfig {
+    /// Host name or address as decode workers reach it; defaults to that of the endpoint.
+    #[serde(default)]
+    pub host: Option<String>,
+    /// Bootstrap port (`--disaggregation-bootstrap-port`).
+    #[serde(default = "usual_port")]
+    pub port: NonZeroU16,
+}
+
+fn usual_port() -> NonZeroU16 {
+    BootstrapAddress::DEFAULT_PORT
+}
+
+/// Topology constraint on a KV transfer: prefill and decode worker in the same domain.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvTransferConfig {
+    /// Topology domain whose values must be equal.
+    pub domain: String,
+    /// Strictness of the constraint.
+    pub enforcement: EnforcementConfig,
+    /// Weight from 0 to 1 of a preferred constraint.
+    #[serde(default)]
+    pub weight: Option<f64>,
+}
+
+/// Strictness of a topology constraint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EnforcementConfig {
+    /// Workers in other domains are excluded.
+    Required,
+    /// Workers in other domains cost more.
+    Preferred,
+}
+
+/// The data-parallel ranks `start .. start + size`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DataParallel {
+    /// First rank.
+    pub start: u32,
+    /// Number of ranks.
+    pub size: NonZeroU32,
+}
+
+impl Default for DataParallel {
+    fn default() -> Self {
+        Self {
+            start: 0,
+            size: NonZeroU32::MIN,
+        }
+    }
+}
+
+/// Source of the KV events of a worker: one endpoint from which the others are derived by vLLM's
+/// rule (rank r uses port + r), or one source per rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvEventsConfig {
+    /// ZMQ endpoint of the events of rank 0.
+    #[serde(default)]
+    pub endpoint: Option<ZmqEndpoint>,
+    /// Topic prefix; empty matches everything.
+    #[serde(default)]
+    pub topic: String,
+    /// Side of the connection that warmroute takes: connect or bind.
+    #[serde(default)]
+    pub attach: SocketAttach,
+    /// ZMQ replay endpoint of rank 0.
+    #[serde(default)]
+    pub replay_endpoint: Option<ZmqEndpoint>,
+    /// Sources by rank, instead of `endpoint` and `replay_endpoint`.
+    #[serde(default)]
+    pub ranks: Vec<RankSource>,
+}
+
+/// Source of the KV events of one rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RankSource {
+    /// ZMQ endpoint of the events.
+    pub endpoint: ZmqEndpoint,
+    /// ZMQ replay endpoint.
+    #[serde(default)]
+    pub replay_endpoint: Option<ZmqEndpoint>,
+}
+
+/// The `workers.file_watch:` section: monitoring of the workers file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DiscoveryConfig {
+    /// Poll interval, in case a file notification is lost.
+    pub poll_interval: Period,
+    /// Time without changes before the file is read, so that a write in several parts is read once.
+    pub debounce: Period,
+}
+
+impl Default for DiscoveryConfig {
+    fn default() -> Self {
+        Self {
+            poll_interval: Period::seconds(5),
+            debounce: Period::millis(100),
+        }
+    }
+}
+
+impl DiscoveryConfig {
+    /// Returns semantic errors.
+    pub fn problems(&self) -> Vec<Problem> {
+        let zero = self.poll_interval.get().is_zero();
+        let text = "polling every 0s would never rest; the default is 5s";
+        zero.then(|| Problem::of("poll_interval", text))
+            .into_iter()
+            .collect()
+    }
+}

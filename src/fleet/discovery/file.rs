@@ -1,0 +1,148 @@
+//! Discovery by a workers file. An unusable file does not change the fleet; it is logged once and
+//! read again at the next change.
+
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::{io, slice};
+
+use warmroute_core::worker::Worker;
+use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
+use warmroute_settings::ConfigError;
+
+use super::WorkerModel;
+use super::config::DiscoveryConfig;
+
+/// A workers file and the settings to follow it.
+#[derive(Clone, Debug)]
+pub struct WorkersFile {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Models that its workers may serve.
+    pub models: Vec<WorkerModel>,
+    /// Poll and debounce intervals.
+    pub settings: DiscoveryConfig,
+}
+
+/// Result of reading the file.
+#[derive(Debug, PartialEq)]
+pub enum WorkersFileUpdate {
+    /// The fleet has changed.
+    Applied(Vec<Worker>),
+    /// The fleet is the current one.
+    Unchanged {
+        /// True if the previous read was unusable.
+        healed: bool,
+    },
+    /// The file is unusable; the current fleet stays in use.
+    Invalid {
+        /// Errors in the file.
+        errors: Vec<ConfigError>,
+        /// True if the errors differ from those of the previous read.
+        news: bool,
+    },
+}
+
+/// State of a followed workers file, without I/O: compares each read with the previous one.
+pub struct WorkersFileState {
+    path: PathBuf,
+    models: Vec<WorkerModel>,
+    in_use: Option<Vec<Worker>>,
+    errors: Vec<ConfigError>,
+}
+
+impl WorkersFileState {
+    /// Creates the state before the first read.
+    pub fn new(path: PathBuf, models: Vec<WorkerModel>) -> Self {
+        Self {
+            path,
+            models,
+            in_use: None,
+            errors: Vec::new(),
+        }
+    }
+
+    /// Applies the result of a read.
+    pub fn apply(&mut self, bytes: io::Result<Vec<u8>>) -> WorkersFileUpdate {
+        let parsed = match bytes {
+            Ok(bytes) => super::parse(&self.path, &bytes, &self.models),
+            Err(error) => Err(vec![ConfigError::of_file(
+                &self.path,
+                format!("the workers file cannot be read: {error}"),
+            )]),
+        };
+        match parsed {
+            Ok(workers) => {
+                let healed = !std::mem::take(&mut self.errors).is_empty();
+                if self.in_use.as_ref() == Some(&workers) {
+                    return WorkersFileUpdate::Unchanged { healed };
+                }
+                self.in_use = Some(workers.clone());
+                WorkersFileUpdate::Applied(workers)
+            }
+            Err(errors) => {
+                let news = self.errors != errors;
+                self.errors.clone_from(&errors);
+                WorkersFileUpdate::Invalid { errors, news }
+            }
+        }
+    }
+}
+
+/// Follows the file and reports each new fleet, the first one after the first read.
+pub async fn watch(
+    file: WorkersFile,
+    metrics: Arc<Metrics>,
+    mut on_fleet: impl FnMut(Vec<Worker>),
+) -> Infallible {
+    // Watching starts before the first read, so that no change is missed.
+    let watcher = FileWatcher::new(slice::from_ref(&file.path));
+    let timing = FileWatchTiming {
+        poll: file.settings.poll_interval.get(),
+        debounce: file.settings.debounce.get(),
+    };
+    let mut follower = WorkersFileState::new(file.path.clone(), file.models);
+    loop {
+        let reading = follower.apply(tokio::fs::read(&file.path).await);
+        report_update(&file.path, &reading, &metrics);
+        if let WorkersFileUpdate::Applied(workers) = reading {
+            on_fleet(workers);
+        }
+        watcher.changed(timing).await;
+    }
+}
+
+fn report_update(path: &Path, reading: &WorkersFileUpdate, metrics: &Metrics) {
+    let path = path.display();
+    let outcome = match reading {
+        WorkersFileUpdate::Applied(workers) => {
+            tracing::info!(%path, workers = workers.len(), "workers file applied");
+            "applied"
+        }
+        WorkersFileUpdate::Unchanged { healed } => {
+            if *healed {
+                tracing::info!(%path, "workers file valid again; the fleet has not changed");
+            }
+            "unchanged"
+        }
+        WorkersFileUpdate::Invalid { errors, news } => {
+            for error in errors.iter().filter(|_| *news) {
+                tracing::warn!(%error, "workers file rejected; the current fleet stays in use");
+            }
+            "invalid"
+        }
+    };
+    metrics
+        .workers
+        .file_last_reload_successful
+        .set(i64::from(outcome != "invalid"));
+    metrics
+        .workers
+        .file_reloads
+        .get_or_create(&OutcomeLabel { outcome })
+        .inc();
+}
+
+#[cfg(test)]
+mod tests;

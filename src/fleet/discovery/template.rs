@@ -1,0 +1,105 @@
+//! Template of discovered workers: all settings but id and address. Together with an address it
+//! becomes a worker entry, which is resolved like a listed one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::num::{NonZeroU16, NonZeroU32};
+
+use serde::{Deserialize, Serialize};
+use warmroute_core::worker::{
+    BlockSize, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+};
+
+use super::config::{
+    BootstrapConfig, DataParallel, KvEventsConfig, KvTransferConfig, WorkerConfig,
+};
+use super::zmq::ZmqEndpoint;
+
+/// Settings of discovered workers.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TemplateConfig {
+    /// Served model; may be omitted if only one model is configured.
+    pub model: Option<ModelName>,
+    /// Role.
+    pub role: WorkerRole,
+    /// Tokens per KV block; defaults to that of the model and must equal it.
+    pub block_size: Option<BlockSize>,
+    /// Number of data-parallel ranks behind one address.
+    pub data_parallel_size: Option<NonZeroU32>,
+    /// Ports of the KV events. If omitted, there are none, or the engine is queried.
+    pub kv_events: Option<EventPorts>,
+    /// Maximum tokens per engine step.
+    pub max_num_batched_tokens: Option<u64>,
+    /// KV blocks per rank, in blocks of the model's `block_size`.
+    pub total_kv_blocks: Option<u64>,
+    /// Labels that requests may require or prefer.
+    pub taints: BTreeSet<String>,
+    /// Loaded LoRA adapters.
+    pub adapters: BTreeSet<String>,
+    /// Topology labels: domain to value.
+    pub topology: BTreeMap<String, String>,
+    /// Topology constraint on the decode worker that receives the KV cache.
+    pub kv_transfer: Option<KvTransferConfig>,
+    /// Bootstrap port of prefill workers (SGLang); defaults to 8998.
+    pub bootstrap_port: Option<NonZeroU16>,
+}
+
+/// Ports of the KV events at the worker's address. Rank r uses port + r.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EventPorts {
+    /// Event port of rank 0.
+    pub port: NonZeroU16,
+    /// Replay port of rank 0.
+    #[serde(default)]
+    pub replay_port: Option<NonZeroU16>,
+    /// Topic prefix; empty matches everything.
+    #[serde(default)]
+    pub topic: String,
+}
+
+impl TemplateConfig {
+    /// Returns the worker entry for an address. `rank` is set if each rank has its own address.
+    pub fn worker(&self, id: WorkerId, address: SocketAddr, rank: Option<u32>) -> WorkerConfig {
+        let tcp = |port: NonZeroU16| ZmqEndpoint::Tcp {
+            host: address.ip().to_string(),
+            port: port.get(),
+        };
+        let kv_events = self.kv_events.as_ref().map(|events| KvEventsConfig {
+            endpoint: Some(tcp(events.port)),
+            topic: events.topic.clone(),
+            attach: SocketAttach::Connect,
+            replay_endpoint: events.replay_port.map(tcp),
+            ranks: Vec::new(),
+        });
+        let size = if rank.is_some() {
+            None
+        } else {
+            self.data_parallel_size
+        };
+        WorkerConfig {
+            id,
+            name: None,
+            endpoint: WorkerEndpoint(address),
+            model: self.model.clone(),
+            role: self.role,
+            block_size: self.block_size,
+            data_parallel: DataParallel {
+                start: rank.unwrap_or_default(),
+                size: size.unwrap_or(NonZeroU32::MIN),
+            },
+            kv_events,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            total_kv_blocks: self.total_kv_blocks,
+            taints: self.taints.clone(),
+            adapters: self.adapters.clone(),
+            topology: self.topology.clone(),
+            kv_transfer: self.kv_transfer.clone(),
+            bootstrap: self
+                .bootstrap_port
+                .map(|port| BootstrapConfig { host: None, port }),
+            draining: false,
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! The current worker set of a discovery source. Only a changed set is published, and each new
+//! error is logged once.
+
+use tracing::{info, warn};
+use warmroute_core::worker::Worker;
+
+use super::config::WorkerConfig;
+use super::{WorkerModel, resolve_each};
+
+/// Last worker set of a source.
+pub(super) struct WorkerSetTracker {
+    source: &'static str,
+    models: Vec<WorkerModel>,
+    in_use: Option<Vec<Worker>>,
+    unusable: Vec<String>,
+}
+
+impl WorkerSetTracker {
+    /// Creates an empty tracker.
+    pub(super) fn new(by: &'static str, models: Vec<WorkerModel>) -> Self {
+        Self {
+            source: by,
+            models,
+            in_use: None,
+            unusable: Vec::new(),
+        }
+    }
+
+    /// Resolves a new list. Returns the workers if they differ from the current set.
+    pub(super) fn update(&mut self, list: Vec<WorkerConfig>) -> Option<Vec<Worker>> {
+        let (workers, unusable) = resolve_each(list, &self.models);
+        warn_about_new(&mut self.unusable, unusable);
+        if self.in_use.as_ref() == Some(&workers) {
+            return None;
+        }
+        info!(
+            by = self.source,
+            workers = workers.len(),
+            "discovered workers changed"
+        );
+        self.in_use = Some(workers.clone());
+        Some(workers)
+    }
+}
+
+/// Logs the errors that are not in `before`, and replaces `before`.
+pub(super) fn warn_about_new(before: &mut Vec<String>, now: Vec<String>) {
+    for reason in now.iter().filter(|reason| !before.contains(reason)) {
+        warn!(reason, "discovered worker is not usable");
+    }
+    *before = now;
+}

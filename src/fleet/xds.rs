@@ -1,0 +1,14 @@
+//! Publication of worker endpoints to Envoy: by an EDS file, which needs no server on a single
+//! machine, or as an xDS server for any number of Envoys. Both contain the same data.
+
+mod assignments;
+mod clients;
+pub mod config;
+pub mod eds_file;
+mod service;
+mod subscription;
+mod subset_labels;
+mod variant;
+
+pub use clients::{XdsClientStatus, XdsClients};
+pub use service::XdsService;

@@ -1,0 +1,309 @@
+//! Sequential prefill with its fallbacks: the next prefill worker, then the decode worker itself,
+//! or a rejection if so configured. The request is always booked at exactly the worker that has it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use tracing::{debug, info};
+use warmroute_core::health::WorkerOutcome;
+use warmroute_core::policy::LocalPrefillReason;
+use warmroute_core::router::{PhaseSelection, RankEndpoint, RouteError, RouteRequest, Router};
+use warmroute_core::worker::{WorkerEndpoint, WorkerId};
+
+use super::client::{PrefillCall, PrefillClient, PrefillError};
+use super::config::KvTransferProtocol;
+use super::handoff::{KvHandoff, PrefillResponse};
+use super::report;
+use crate::dispatch::audit::CacheAudit;
+use crate::dispatch::{ActiveRequest, Dispatcher};
+
+/// Header with the rank to use, as vLLM's front end reads it.
+const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+
+/// Sequential prefills of one model.
+pub struct SequentialPrefill {
+    /// Client of the prefill workers.
+    pub client: PrefillClient,
+    /// Protocol of the KV transfer.
+    pub protocol: KvTransferProtocol,
+    /// Maximum number of prefill workers to try.
+    pub tries: u32,
+    /// Audit of the prefill workers' cache reports.
+    pub audit: Arc<CacheAudit>,
+}
+
+/// A request for a remote prefill.
+#[derive(Debug)]
+pub struct PrefillRequest {
+    /// The routed request.
+    pub request: RouteRequest,
+    /// Its KV handoff.
+    pub handoff: KvHandoff,
+    /// Its forwarded headers.
+    pub headers: HeaderMap,
+    /// The decode worker, if it is fixed.
+    pub decode_endpoint: Option<WorkerEndpoint>,
+}
+
+/// A request that can go to its decode worker.
+#[derive(Debug)]
+pub struct PrefilledRequest {
+    /// Its reservations.
+    pub active: ActiveRequest,
+    /// Its new body, if KV is handed over.
+    pub body: Option<Bytes>,
+}
+
+/// Next step after the response of a prefill worker.
+enum FallbackStep {
+    /// Send this body to the decode worker.
+    HandOff(Bytes),
+    /// Try another prefill worker.
+    NextWorker,
+    /// Let the decode worker prefill, even if the configuration enforces disaggregation.
+    Aggregate(LocalPrefillReason),
+    /// Let the decode worker prefill, unless the configuration enforces disaggregation.
+    AggregateIfAllowed(LocalPrefillReason),
+}
+
+/// Values that all steps share.
+struct FallbackContext<'a> {
+    entrance: &'a Dispatcher,
+    request: RouteRequest,
+    headers: HeaderMap,
+    path: &'static str,
+    decode_endpoint: Option<WorkerEndpoint>,
+}
+
+impl FallbackContext<'_> {
+    fn place_again(
+        &self,
+        active: &mut ActiveRequest,
+        step: PhaseSelection,
+    ) -> Result<(), RouteError> {
+        self.entrance.reroute(
+            active,
+            RouteRequest {
+                phases: step,
+                ..self.request.clone()
+            },
+            self.decode_endpoint,
+        )
+    }
+
+    fn may_decode_worker_prefill(&self) -> bool {
+        !self.entrance.router().settings().disaggregation.enforce
+    }
+}
+
+impl SequentialPrefill {
+    /// Maximum duration, with all attempts.
+    pub fn max_duration(&self) -> Duration {
+        self.client.deadline().saturating_mul(self.tries)
+    }
+
+    /// Runs the prefill of a placed request, and places it at its decode worker. Each failure falls
+    /// back by one step. Returns an error only if no decode worker is available, or if the
+    /// configuration enforces disaggregation.
+    pub async fn run(
+        &self,
+        dispatcher: &Dispatcher,
+        request: PrefillRequest,
+        mut active: ActiveRequest,
+    ) -> Result<PrefilledRequest, RouteError> {
+        let PrefillRequest {
+            request,
+            handoff,
+            headers,
+            decode_endpoint: at,
+        } = request;
+        let context = FallbackContext {
+            entrance: dispatcher,
+            request,
+            headers,
+            path: handoff.path(),
+            decode_endpoint: at,
+        };
+        let mut handoff = Some(handoff);
+        let mut failed: Vec<WorkerId> = Vec::new();
+        while let Some(to) = active.placement.route.prefill().map(|prefill| prefill.to) {
+            let step;
+            (active, step) = self.try_worker(&context, to, active, &mut handoff).await;
+            let because = match step {
+                FallbackStep::HandOff(body) => {
+                    return Ok(PrefilledRequest {
+                        active,
+                        body: Some(body),
+                    });
+                }
+                FallbackStep::NextWorker => {
+                    failed.push(to.rank.worker);
+                    // A pinned prefill worker has no alternative.
+                    if failed.len() < self.tries as usize && context.request.prefill_pin.is_none() {
+                        context.place_again(
+                            &mut active,
+                            PhaseSelection::PrefillFirst {
+                                failed: failed.clone(),
+                            },
+                        )?;
+                        continue;
+                    }
+                    FallbackStep::AggregateIfAllowed(LocalPrefillReason::PrefillFailed)
+                }
+                step => step,
+            };
+            match because {
+                FallbackStep::Aggregate(bypass) => {
+                    context.place_again(&mut active, PhaseSelection::Local(bypass))?
+                }
+                FallbackStep::AggregateIfAllowed(bypass) if context.may_decode_worker_prefill() => {
+                    context.place_again(&mut active, PhaseSelection::Local(bypass))?;
+                }
+                _ => return Err(RouteError::NoPrefill),
+            }
+        }
+        Ok(PrefilledRequest { active, body: None })
+    }
+
+    /// Calls the booked prefill worker, and places the request at its decode worker.
+    async fn try_worker(
+        &self,
+        context: &FallbackContext<'_>,
+        to: RankEndpoint,
+        active: ActiveRequest,
+        handoff: &mut Option<KvHandoff>,
+    ) -> (ActiveRequest, FallbackStep) {
+        let router = context.entrance.router();
+        // The worker has left the fleet.
+        let Some(prefilled) = router.completed_prefill(&active.placement.route) else {
+            return (active, FallbackStep::NextWorker);
+        };
+        let Some(body) = handoff.as_ref().and_then(KvHandoff::prefill_body) else {
+            return (
+                active,
+                FallbackStep::Aggregate(LocalPrefillReason::NotSplittable),
+            );
+        };
+        let started = Instant::now();
+        let headers = headers_for_rank(&context.headers, to);
+        let call = PrefillCall {
+            worker: to.endpoint,
+            path: context.path.to_owned(),
+            headers,
+            body,
+        };
+        let (mut active, answer) = self.call_worker(router, call, active).await;
+        let mut step = self.fallback_step(to.endpoint, handoff, answer);
+        if let FallbackStep::HandOff(_) = step {
+            router.record_remote_prefill_time(&active.placement, started.elapsed());
+            if context
+                .place_again(&mut active, PhaseSelection::Decode(Box::new(prefilled)))
+                .is_err()
+            {
+                // No decode worker is in reach of the prefill worker.
+                step = FallbackStep::AggregateIfAllowed(LocalPrefillReason::TopologyMismatch);
+            }
+        }
+        (active, step)
+    }
+
+    async fn call_worker(
+        &self,
+        router: &Arc<Router>,
+        call: PrefillCall,
+        active: ActiveRequest,
+    ) -> (ActiveRequest, Result<PrefillResponse, PrefillError>) {
+        let router = router.clone();
+        let client = self.client.clone();
+        let worker = call.worker;
+        let audit = self.audit.clone();
+        let forecast = self.audit.forecast(&active.placement.route);
+        // Called at the end of the prefill, even if the client has left.
+        let on_end = move |active: &mut ActiveRequest,
+                           answer: &Result<PrefillResponse, PrefillError>,
+                           since| {
+            let outcome = answer.as_ref().map_or_else(
+                |failure| failure.health_outcome(|| client.completed_since(worker, since)),
+                |_| Some(WorkerOutcome::Success),
+            );
+            if let Ok(response) = answer {
+                router.confirm_prefill(&mut active.placement);
+                let usage = response.usage();
+                if usage.is_some() {
+                    router.on_prompt_computed(&mut active.placement);
+                }
+                report::audit_prefill_response(
+                    &audit,
+                    forecast,
+                    active.placement.take_prompts(),
+                    usage,
+                );
+            }
+            if let Some(outcome) = outcome {
+                record_prefill_outcome(&router, active, outcome);
+            }
+        };
+        self.client.run(call, active, on_end).await
+    }
+
+    /// The next step for a result. A successful handoff consumes the request.
+    fn fallback_step(
+        &self,
+        worker: WorkerEndpoint,
+        handoff: &mut Option<KvHandoff>,
+        answer: Result<PrefillResponse, PrefillError>,
+    ) -> FallbackStep {
+        let response = match answer {
+            Ok(response) => response,
+            Err(failure) => {
+                debug!(%worker, %failure, "prefill failed");
+                return match failure {
+                    // The decode worker rejects it as well, and the client receives that response.
+                    PrefillError::Rejected(_) => {
+                        FallbackStep::Aggregate(LocalPrefillReason::PrefillRefused)
+                    }
+                    PrefillError::LimitReached => FallbackStep::AggregateIfAllowed(
+                        LocalPrefillReason::PrefillConcurrencyLimit,
+                    ),
+                    PrefillError::Unusable(_) => {
+                        FallbackStep::AggregateIfAllowed(LocalPrefillReason::NoHandoff)
+                    }
+                    PrefillError::NotOffered(error) => {
+                        self.client.warn_not_offered(worker, &error);
+                        FallbackStep::NextWorker
+                    }
+                    PrefillError::Busy(_) | PrefillError::Failed(_) => FallbackStep::NextWorker,
+                };
+            }
+        };
+        match handoff.take().map(|handoff| handoff.decode_body(response)) {
+            Some(Ok(body)) => FallbackStep::HandOff(body),
+            Some(Err(error)) => {
+                self.client.warn_no_handoff(worker, error);
+                FallbackStep::Aggregate(LocalPrefillReason::NoHandoff)
+            }
+            None => FallbackStep::Aggregate(LocalPrefillReason::NotSplittable),
+        }
+    }
+}
+
+/// Reports the outcome of a prefill worker.
+pub(super) fn record_prefill_outcome(
+    router: &Router,
+    active: &mut ActiveRequest,
+    outcome: WorkerOutcome,
+) {
+    if let Some((worker, change)) = router.on_prefill_response(&mut active.placement, outcome) {
+        info!(%worker, ?change, "prefill worker health changed");
+    }
+}
+
+fn headers_for_rank(headers: &HeaderMap, to: RankEndpoint) -> HeaderMap {
+    let mut headers = headers.clone();
+    if to.several_ranks {
+        headers.insert(RANK_HEADER, HeaderValue::from(to.rank.rank.0));
+    }
+    headers
+}

@@ -1,0 +1,81 @@
+//! A prefill on another worker, as long as the request may need it.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use warmroute_core::router::RouteError;
+
+use super::mirror::{MirroredPrefill, PrefillEvent};
+use super::retry::{PrefillRecord, RetriedRequest};
+use crate::dispatch::{ActiveRequest, Dispatcher};
+
+/// A prefill on another worker.
+pub enum RemotePrefill {
+    /// warmroute called the prefill worker.
+    Call(Box<PrefillRecord>),
+    /// Both workers received the request.
+    Mirror(Box<MirroredPrefill>),
+}
+
+/// A request that was prefilled again for another decode worker.
+pub struct RepeatedPrefill {
+    /// Its reservations.
+    pub active: Box<ActiveRequest>,
+    /// Its new prefill.
+    pub remote_prefill: RemotePrefill,
+    /// Its new body.
+    pub body: Bytes,
+}
+
+impl RemotePrefill {
+    /// Maximum duration of another attempt.
+    pub fn max_duration(&self) -> Duration {
+        match self {
+            RemotePrefill::Call(record) => record.max_duration(),
+            RemotePrefill::Mirror(_) => Duration::ZERO,
+        }
+    }
+
+    /// Whether warmroute receives the response of the prefill worker.
+    pub fn receives_response(&self) -> bool {
+        match self {
+            RemotePrefill::Call(_) => true,
+            RemotePrefill::Mirror(mirrored) => mirrored.receives_response(),
+        }
+    }
+
+    /// Completes at the next event of a mirrored prefill. A called prefill has no events.
+    pub async fn next_event(&mut self) -> PrefillEvent {
+        match self {
+            RemotePrefill::Mirror(mirrored) => mirrored.next_event().await,
+            RemotePrefill::Call(_) => std::future::pending().await,
+        }
+    }
+
+    /// Prefills the request again for its new decode worker.
+    pub async fn retry(
+        self,
+        dispatcher: &Dispatcher,
+        mut active: Box<ActiveRequest>,
+        retried: RetriedRequest,
+    ) -> Result<RepeatedPrefill, RouteError> {
+        match self {
+            RemotePrefill::Mirror(mirrored) => {
+                let pair = mirrored.retry(dispatcher, &mut active, retried).await?;
+                Ok(RepeatedPrefill {
+                    active,
+                    remote_prefill: RemotePrefill::Mirror(Box::new(pair.mirrored_prefill)),
+                    body: pair.body,
+                })
+            }
+            RemotePrefill::Call(record) => {
+                let (active, body) = record.retry(dispatcher, *active, retried).await?;
+                Ok(RepeatedPrefill {
+                    active: Box::new(active),
+                    remote_prefill: RemotePrefill::Call(record),
+                    body,
+                })
+            }
+        }
+    }
+}

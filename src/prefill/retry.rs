@@ -1,0 +1,289 @@
+//! Retries of requests with a remote prefill. Envoy sends a request to the next decode worker after
+//! the first has failed. The KV of the first attempt is lost: its bootstrap room is empty, or its
+//! blocks were fetched and freed. The request is prefilled again, which is cheap if the prompt is
+//! still cached.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use reqwest::header::HeaderMap;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tracing::{debug, info};
+use warmroute_core::health::WorkerOutcome;
+use warmroute_core::router::{
+    PhaseSelection, Placement, ResponseOrigin, RouteError, RouteRequest, WorkerResponse,
+};
+use warmroute_core::worker::{WorkerEndpoint, WorkerId};
+use warmroute_tokens::openai::ApiKind;
+
+use super::client::{PrefillCall, PrefillError};
+use super::fallback::{PrefillRequest, SequentialPrefill, record_prefill_outcome};
+use super::handoff::{KvHandoff, PrefillBody, PrefillResponse, StrippedBody, strip_kv_fields};
+use super::mirror::{BootstrapPair, MirrorContext, MirroredPrefill, PrefillMirror};
+use super::report;
+use crate::dispatch::{ActiveRequest, Dispatcher};
+
+/// Timeout of a connection attempt to a running worker.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// A request that Envoy retries.
+#[derive(Debug)]
+pub struct RetriedRequest {
+    /// The decode worker of this attempt.
+    pub upstream: WorkerEndpoint,
+    /// Path of the request.
+    pub path: String,
+    /// Forwarded headers of the request.
+    pub headers: HeaderMap,
+    /// Body of the previous attempt.
+    pub body: Bytes,
+}
+
+/// A request whose prefill was called, kept for a retry.
+pub struct PrefillRecord {
+    prefill: Arc<SequentialPrefill>,
+    api: Option<ApiKind>,
+    request: RouteRequest,
+}
+
+impl PrefillRecord {
+    /// Creates the record of a called prefill.
+    pub fn new(call: &Arc<SequentialPrefill>, api: Option<ApiKind>, request: RouteRequest) -> Self {
+        Self {
+            prefill: call.clone(),
+            api,
+            request,
+        }
+    }
+
+    /// Maximum duration of another attempt.
+    pub fn max_duration(&self) -> Duration {
+        self.prefill.max_duration()
+    }
+
+    /// Prefills the request again for its new decode worker. Returns its reservations and its new
+    /// body.
+    pub async fn retry(
+        &self,
+        dispatcher: &Dispatcher,
+        mut active: ActiveRequest,
+        RetriedRequest {
+            upstream: to,
+            headers,
+            body,
+            ..
+        }: RetriedRequest,
+    ) -> Result<(ActiveRequest, Bytes), RouteError> {
+        probe_decode_worker(dispatcher, &mut active).await;
+        // The KV transfer parameters of the first attempt must not be used again, even if the new
+        // prefill fails.
+        let body = match strip_kv_fields(&body) {
+            StrippedBody::Unchanged => body,
+            StrippedBody::Changed(body) => body,
+            StrippedBody::Unreadable => return Err(RouteError::NoCandidate),
+        };
+        let request = self.request.clone();
+        let replaced = RouteRequest {
+            phases: PhaseSelection::PrefillFirst { failed: Vec::new() },
+            ..request.clone()
+        };
+        dispatcher.reroute(&mut active, replaced, Some(to))?;
+        let Ok(handoff) = KvHandoff::new(self.api, self.prefill.protocol, &body) else {
+            return Ok((active, body));
+        };
+        let request = PrefillRequest {
+            request,
+            handoff,
+            headers,
+            decode_endpoint: Some(to),
+        };
+        let prefilled = self.prefill.run(dispatcher, request, active).await?;
+        Ok((prefilled.active, prefilled.body.unwrap_or(body)))
+    }
+}
+
+/// The parts of a mirrored copy.
+#[derive(Debug)]
+pub struct MirrorCopy {
+    /// Path of the request.
+    pub path: String,
+    /// Forwarded headers of the request.
+    pub headers: HeaderMap,
+    /// Body of the request.
+    pub body: Bytes,
+    /// The decode worker, if it is fixed.
+    pub decode_endpoint: Option<WorkerEndpoint>,
+}
+
+impl PrefillMirror {
+    /// Sends the copy to the prefill worker of a route. If it cannot start, tries other prefill
+    /// workers.
+    pub async fn send_copy(
+        self: &Arc<Self>,
+        dispatcher: &Dispatcher,
+        active: &mut ActiveRequest,
+        context: MirrorContext,
+        copy: &MirrorCopy,
+    ) -> Result<BootstrapPair, RouteError> {
+        let router = dispatcher.router();
+        let mut failed = context.failed_workers.clone();
+        let place = |active: &mut ActiveRequest, failed: &[WorkerId]| {
+            let replaced = RouteRequest {
+                phases: PhaseSelection::Retry {
+                    failed: failed.to_vec(),
+                },
+                ..context.request.clone()
+            };
+            dispatcher.reroute(active, replaced, copy.decode_endpoint)
+        };
+        let mut retry_all = true;
+        loop {
+            let pair = self.bootstrap(
+                MirrorContext {
+                    failed_workers: failed.clone(),
+                    ..context.clone()
+                },
+                &copy.body,
+                &active.placement.route,
+                router,
+            );
+            let mut pair = pair.ok_or(RouteError::NoPrefill)?;
+            let call = PrefillCall {
+                worker: pair.prefill,
+                path: copy.path.clone(),
+                headers: copy.headers.clone(),
+                body: PrefillBody::without_handoff(pair.body.clone()),
+            };
+            let on_response = self.response_auditor(&active.placement);
+            let failure = match self.client.start(call, on_response).await {
+                Ok(running) => {
+                    pair.mirrored_prefill.attach_copy(running);
+                    return Ok(pair);
+                }
+                Err(failure) => failure,
+            };
+            debug!(worker = %pair.prefill, %failure, "prefill failed to start");
+            // The worker has received nothing.
+            pair.mirrored_prefill.discard();
+            if matches!(failure, PrefillError::LimitReached) {
+                return Err(RouteError::NoPrefill);
+            }
+            let prefill = active.placement.route.prefill();
+            failed.extend(prefill.map(|prefill| prefill.to.rank.worker));
+            if let Some(outcome) = failure.health_outcome(|| false) {
+                record_prefill_outcome(router, active, outcome);
+            }
+            if place(active, &failed).is_err() {
+                // All workers have failed. A stale connection may be the cause, or a worker that
+                // has restarted, so all are tried once more.
+                if !std::mem::take(&mut retry_all) {
+                    return Err(RouteError::NoPrefill);
+                }
+                failed.clear();
+                place(active, &failed)?;
+            }
+        }
+    }
+}
+
+impl PrefillMirror {
+    /// Returns a callback that audits the response of the booked prefill worker.
+    fn response_auditor(
+        &self,
+        booked: &Placement,
+    ) -> impl FnOnce(&PrefillResponse) + Send + 'static {
+        let audit = self.audit.clone();
+        let forecast = self.audit.forecast(&booked.route);
+        let prompts = booked.prompts().to_vec();
+        move |response: &PrefillResponse| {
+            report::audit_prefill_response(&audit, forecast, prompts, response.usage())
+        }
+    }
+}
+
+impl MirroredPrefill {
+    /// Starts another mirrored prefill for the new decode worker of the request, and ends this one.
+    /// The reservations move to the new workers.
+    pub async fn retry(
+        self,
+        dispatcher: &Dispatcher,
+        active: &mut ActiveRequest,
+        retried: RetriedRequest,
+    ) -> Result<BootstrapPair, RouteError> {
+        let context = self.context.clone();
+        let mirror = self.mirror.clone();
+        let RetriedRequest {
+            upstream: to,
+            path,
+            headers,
+            body,
+        } = retried;
+        let mut failed = context.failed_workers.clone();
+        failed.extend(failed_prefill_worker(dispatcher, active).await);
+        drop(self);
+        let replaced = |failed| RouteRequest {
+            phases: PhaseSelection::Retry { failed },
+            ..context.request.clone()
+        };
+        let placed = dispatcher.reroute(active, replaced(failed.clone()), Some(to));
+        // A worker that failed is better than none.
+        placed.or_else(|_| dispatcher.reroute(active, replaced(Vec::new()), Some(to)))?;
+        let copy = MirrorCopy {
+            path,
+            headers,
+            body,
+            decode_endpoint: Some(to),
+        };
+        let context = MirrorContext {
+            failed_workers: failed,
+            ..context
+        };
+        mirror.send_copy(dispatcher, active, context, &copy).await
+    }
+}
+
+/// The prefill worker to avoid in a retry: one that refuses connections, or one whose transfer
+/// failed although both workers accept connections.
+async fn failed_prefill_worker(
+    dispatcher: &Dispatcher,
+    active: &mut ActiveRequest,
+) -> Option<WorkerId> {
+    let prefill = active.placement.route.prefill()?.to;
+    let (is_decode_alive, is_prefill_alive) = tokio::join!(
+        probe_decode_worker(dispatcher, active),
+        accepts_connections(prefill.endpoint)
+    );
+    if !is_prefill_alive {
+        record_prefill_outcome(dispatcher.router(), active, WorkerOutcome::Failure);
+    }
+    (is_decode_alive || !is_prefill_alive).then_some(prefill.rank.worker)
+}
+
+/// Whether the decode worker of the failed attempt accepts connections. Otherwise reports the
+/// failure.
+async fn probe_decode_worker(dispatcher: &Dispatcher, active: &mut ActiveRequest) -> bool {
+    let is_alive = accepts_connections(active.placement.route.to.endpoint).await;
+    if !is_alive {
+        let answer = WorkerResponse {
+            status: 503,
+            origin: ResponseOrigin::Gateway,
+        };
+        for (worker, change) in dispatcher
+            .router()
+            .on_response(&mut active.placement, answer)
+        {
+            info!(%worker, ?change, "worker health changed");
+        }
+    }
+    is_alive
+}
+
+/// Whether an endpoint accepts connections.
+pub(super) async fn accepts_connections(WorkerEndpoint(address): WorkerEndpoint) -> bool {
+    matches!(
+        timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await,
+        Ok(Ok(_))
+    )
+}

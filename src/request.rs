@@ -1,0 +1,44 @@
+//! Request preprocessing: parse a body, render and tokenize its prompt, hash it, and read the
+//! client's routing hints. Requests come from Envoy, from API clients, or from a file. Every failure
+//! degrades the route by one step with its reason, and never causes an error for the client.
+
+mod body;
+mod cache_queries;
+mod cluster_rules;
+pub mod config;
+mod encode;
+mod encode_time;
+mod encoder_pool;
+mod engine_prompts;
+mod engine_settings;
+pub mod engine_tokens;
+mod header_context;
+mod large_bodies;
+mod models;
+mod multimodal;
+mod partial_request;
+pub mod pool_routes;
+mod preprocess;
+mod preprocessor;
+mod queue_slot;
+pub mod rewrite;
+mod routing_hints;
+mod rules;
+mod sessions;
+mod shared_cache;
+mod token_requests;
+mod tokenized;
+mod truncated_body;
+
+pub use body::RequestBody;
+pub use cluster_rules::{ClusterRules, SharedClusterRules};
+pub use models::{ConfiguredModel, ModelRegistry, ResolvedModel};
+pub use preprocess::PreprocessedRequest;
+pub use preprocessor::{EncodeLimits, PreprocessorParts, RequestPreprocessor};
+pub use rewrite::{RequestedModel, RewriteRules, RewrittenBody};
+pub use routing_hints::{HeaderLookup, RoutingHints};
+pub use sessions::SessionFields;
+pub use shared_cache::SharedCacheLookup;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,54 @@
+//! The received part of a request body.
+
+use bytes::Bytes;
+
+use warmroute_core::router::Reason;
+
+/// The received part of a request body.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RequestBody {
+    /// The request has no body.
+    Absent,
+    /// The request may have a body, which was not needed or not received.
+    NotShown,
+    /// The whole body.
+    Whole(Bytes),
+    /// The request may have a body, which is received only after the route was chosen.
+    Streamed,
+    /// The beginning of the body.
+    Truncated {
+        /// The bytes received.
+        shown: Bytes,
+        /// The length that the client announced.
+        length: Option<u64>,
+    },
+    /// The beginning of a body that exceeds the limit.
+    TooLarge {
+        /// The bytes received.
+        shown: Bytes,
+        /// A lower bound of its length.
+        bytes: u64,
+    },
+    /// A body that did not fit into the budget.
+    Shed {
+        /// Its length in bytes.
+        bytes: usize,
+        /// The model of the body, if a quick search found it.
+        model: Option<String>,
+    },
+}
+
+/// The received bytes of a body.
+pub(super) struct ShownBody {
+    pub(super) bytes: Bytes,
+    /// Set if the bytes are only the beginning of the body.
+    pub(super) truncation: Option<BodyTruncation>,
+}
+
+/// Truncation of a body.
+#[derive(Clone, Copy)]
+pub(super) struct BodyTruncation {
+    /// The announced length.
+    pub(super) length: Option<u64>,
+    pub(super) reason: Reason,
+}

@@ -1,0 +1,63 @@
+//! Configuration of clients.
+
+use serde::{Deserialize, Serialize};
+
+use warmroute_settings::{Problem, Step};
+
+/// `clients:`: routing hints of clients.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ClientsConfig {
+    /// Clients may pin workers, set priorities, weights and taints, and query the choice, with
+    /// headers and `nvext`. Off by default, because any client could choose a worker or overtake
+    /// others.
+    pub trusted: bool,
+    /// Header that separates the caches of tenants. The engines must read it as well, as Dynamo's
+    /// front ends do.
+    pub tenant_header: Option<String>,
+    /// Headers with the name of an InferenceObjective, which sets the priority. The first present
+    /// one is used.
+    pub objective_headers: Vec<String>,
+}
+
+impl Default for ClientsConfig {
+    fn default() -> Self {
+        let objective = [
+            "x-llm-d-inference-objective",
+            "x-gateway-inference-objective",
+        ];
+        Self {
+            trusted: false,
+            tenant_header: None,
+            objective_headers: objective.map(str::to_owned).to_vec(),
+        }
+    }
+}
+
+impl ClientsConfig {
+    /// Returns the semantic errors of the configuration.
+    pub fn problems(&self) -> Vec<Problem> {
+        let bad = |name: &&String| {
+            name.is_empty()
+                || !name
+                    .bytes()
+                    .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+        };
+        let name = self.tenant_header.as_ref().filter(bad);
+        let text = |name: &String| {
+            format!("`{name}` is not the name of a header; write for example x-tenant-id")
+        };
+        let of_tenant = name.map(|name| Problem::of("tenant_header", text(name)));
+        let objectives = self
+            .objective_headers
+            .iter()
+            .enumerate()
+            .filter(|(_, name)| bad(name));
+        let place = |at: usize| [Step::from("objective_headers"), at.into()];
+        let of_objectives = objectives.map(|(at, name)| {
+            let text = format!("`{name}` is not the name of a header; write for example x-gateway-inference-objective");
+            Problem::at(place(at), text)
+        });
+        of_tenant.into_iter().chain(of_objectives).collect()
+    }
+}

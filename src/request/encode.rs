@@ -1,0 +1,311 @@
+//! Encodes a body: parses it, tokenizes its prompt and hashes the blocks. Bodies that are expected
+//! to be quick are encoded on the caller's thread, others on encoder threads behind a bounded queue
+//! with a deadline.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use tracing::{debug, warn};
+use warmroute_core::block::{BlockHashes, PromptContent, SequenceHash};
+use warmroute_core::router::{Reason, RoutePrompt};
+use warmroute_tokens::openai::{self, ApiKind, ApiWorkload};
+use warmroute_tokens::prompt::PromptTokens;
+
+use super::body::{BodyTruncation, RequestBody, ShownBody};
+use super::encode_time::EncodeKind;
+use super::encoder_pool;
+use super::header_context::HeaderContext;
+use super::models::{ResolvedModel, SaltedModel};
+use super::partial_request::{PartialRequest, estimate_tokens};
+use super::preprocessor::RequestPreprocessor;
+use super::queue_slot::EncodeQueueSlot;
+use super::tokenized::{StageTimer, TokenizedPrompts, unknown_prompt_reason};
+use crate::tracking_hash::{TrackingHash, TrackingScope};
+
+impl RequestPreprocessor {
+    /// Encodes a body, on this thread or on an encoder thread.
+    pub(super) async fn encode(
+        self: &Arc<Self>,
+        api: ApiKind,
+        context: HeaderContext,
+        body: &RequestBody,
+    ) -> PartialRequest {
+        let shown = match body {
+            RequestBody::Absent => return PartialRequest::without_body(api, 0, Reason::NoBody),
+            RequestBody::NotShown => {
+                return PartialRequest::without_body(api, 0, Reason::BodyNotSent);
+            }
+            RequestBody::Streamed => {
+                return PartialRequest::without_body(api, 0, Reason::BodyStreamed);
+            }
+            RequestBody::Shed { bytes, model } => {
+                return self.without_body(api, *bytes, model.clone(), Reason::TokenizerBusy);
+            }
+            RequestBody::Whole(body) => ShownBody {
+                bytes: body.clone(),
+                truncation: None,
+            },
+            RequestBody::Truncated { shown, length } => ShownBody {
+                bytes: shown.clone(),
+                truncation: Some(BodyTruncation {
+                    length: *length,
+                    reason: Reason::BodyTruncated,
+                }),
+            },
+            RequestBody::TooLarge { shown, bytes } => {
+                let truncation = BodyTruncation {
+                    length: Some(*bytes),
+                    reason: Reason::BodyTooLarge,
+                };
+                ShownBody {
+                    bytes: shown.clone(),
+                    truncation: Some(truncation),
+                }
+            }
+        };
+        let bytes = shown.bytes.len();
+        if self.encode_time.is_quick(bytes, self.parts.limits.inline) {
+            return self.encode_blocking(api, &context, &shown);
+        }
+        let is_too_large = matches!(body, RequestBody::TooLarge { .. });
+        let body = shown.bytes.clone();
+        let deadline = context.remaining_deadline(self.parts.limits.deadline);
+        let reason =
+            match tokio::time::timeout(deadline, self.encode_queued(api, context, shown)).await {
+                Ok(Some(partial)) => return partial,
+                Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
+                Ok(None) => Reason::TokenizerBusy,
+                Err(_) => Reason::DecisionTimeout,
+            };
+        self.without_body(api, bytes, openai::read_model_from_prefix(&body), reason)
+    }
+
+    /// A request without a readable body. Its model keeps it on the workers that serve it.
+    fn without_body(
+        &self,
+        api: ApiKind,
+        bytes: usize,
+        model: Option<String>,
+        reason: Reason,
+    ) -> PartialRequest {
+        let mut partial = PartialRequest::without_body(api, bytes, reason);
+        if model.is_some() {
+            partial.set_model(model, &self.parts.models);
+        }
+        partial
+    }
+
+    /// Encodes a body on an encoder thread. Returns `None` if the queue is full.
+    async fn encode_queued(
+        self: &Arc<Self>,
+        api: ApiKind,
+        context: HeaderContext,
+        shown: ShownBody,
+    ) -> Option<PartialRequest> {
+        let lane = self.large_bodies.acquire(shown.bytes.len()).await?;
+        let _slot = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)?;
+        // The semaphore is never closed. A panic of the encoder has become an error already.
+        let permit = self.encoders.clone().acquire_owned().await.ok()?;
+        let preprocessor = self.clone();
+        let encode = move || {
+            // Held until the job is done: a timeout ends the wait and does not stop the job at
+            // once.
+            let _permit = permit;
+            let _lane = lane;
+            preprocessor.encode_blocking(api, &context, &shown)
+        };
+        encoder_pool::run(encode).await
+    }
+
+    /// Encodes a body on this thread.
+    pub(super) fn encode_blocking(
+        &self,
+        api: ApiKind,
+        context: &HeaderContext,
+        shown: &ShownBody,
+    ) -> PartialRequest {
+        let ShownBody { bytes, truncation } = shown;
+        let started = Instant::now();
+        // Tokenizers are large external code. Their panics must not end the exchange.
+        let result = catch_unwind(AssertUnwindSafe(|| match truncation {
+            None => self.encode_whole(api, context, bytes),
+            Some(truncation) => self.encode_truncated(api, context, bytes, *truncation),
+        }));
+        let partial = result.unwrap_or_else(|_| {
+            warn!("tokenizer panicked");
+            PartialRequest::without_body(api, bytes.len(), Reason::EncodeFailed)
+        });
+        // The time of a partial tokenization does not show how long a whole body takes.
+        if bytes.len() > self.parts.limits.inline
+            && !matches!(partial.prompt, RoutePrompt::Truncated { .. })
+        {
+            let kind = if partial.is_own_tokenization {
+                EncodeKind::Tokenized
+            } else {
+                EncodeKind::ParsedOnly
+            };
+            self.encode_time
+                .record(kind, bytes.len(), started.elapsed());
+        }
+        self.apply_parity(context, partial)
+    }
+
+    /// The session id in a body, if it can only be there.
+    pub(super) fn session_in_body(&self, context: &HeaderContext, body: &[u8]) -> Option<String> {
+        self.parts
+            .session_fields
+            .as_ref()
+            .filter(|_| context.is_session_in_body)?
+            .id_in_body(body)
+    }
+
+    /// Parses, tokenizes and hashes a whole body. The model is kept even if the prompt fails, so
+    /// that the request still goes to a worker that serves it.
+    pub(super) fn encode_whole(
+        &self,
+        api: ApiKind,
+        context: &HeaderContext,
+        body: &[u8],
+    ) -> PartialRequest {
+        let mut clock = StageTimer::start(context.deadline);
+        let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
+        partial.session = self.session_in_body(context, body);
+        let mut request = match openai::parse_body(api, context.form_boundary.as_deref(), body) {
+            Ok(request) => request,
+            Err(error) => {
+                debug!(%error, "unreadable body");
+                partial.parse_error = Some(error.to_string());
+                partial.set_model(openai::read_model(body), &self.parts.models);
+                return partial;
+            }
+        };
+        partial.stage_times.push(("parse", clock.lap()));
+        if let Some((text_bytes, because)) = untokenized_prompt(&request.prompt) {
+            // The bytes of an image do not relate to its tokens, and outnumber those of the text.
+            partial.prompt = RoutePrompt::Estimated {
+                tokens: estimate_tokens(text_bytes),
+                because,
+            };
+        }
+        let cache = partial.take_cache_salt(
+            context.tenant.as_deref(),
+            &mut request,
+            self.parts.clients.trusted,
+        );
+        let Some(resolved) = partial.set_model(request.model.take(), &self.parts.models) else {
+            if api.workload() != ApiWorkload::None {
+                partial.set_reason(Reason::UnknownModel);
+            }
+            return partial;
+        };
+        if request.prompt == openai::PromptInput::NoPrompt {
+            return partial;
+        }
+        self.set_max_length(&resolved, &mut request);
+        let model = SaltedModel::new(resolved, cache);
+        if self.apply_engine_tokens(&model, context, &request, &mut partial) {
+            return partial;
+        }
+        let has_token_data = partial
+            .extension
+            .as_ref()
+            .is_some_and(|extension| extension.token_data.is_some());
+        if matches!(&request.prompt, openai::PromptInput::Chat(chat) if chat.has_media())
+            && !has_token_data
+        {
+            self.encode_multimodal(&model, &request, &mut partial, &mut clock);
+            return partial;
+        }
+        match self.tokenize(&model, &request, &mut partial, &mut clock) {
+            Ok(prompts) => self.hash_prompts(&model, prompts, &mut partial, &mut clock),
+            Err(reason) => partial.set_reason(reason),
+        }
+        partial
+    }
+
+    /// Hashes all prompts. If tokenization stopped early, hashes the first tokens of a single
+    /// prompt.
+    fn hash_prompts(
+        &self,
+        model: &SaltedModel,
+        tokenized: TokenizedPrompts,
+        partial: &mut PartialRequest,
+        clock: &mut StageTimer,
+    ) {
+        let TokenizedPrompts {
+            mut prompts,
+            stop_reason,
+        } = tokenized;
+        if let Some(reason) = stop_reason {
+            partial.set_reason(reason);
+            if prompts.len() == 1
+                && let Some(tokens) = prompts.pop()
+            {
+                self.set_prefix(model, tokens, partial);
+                partial.stage_times.push(("hash", clock.lap()));
+            }
+            return;
+        }
+        let hashes: Vec<_> = prompts
+            .iter()
+            .map(|tokens| model.resumed_block_hashes(tokens))
+            .collect();
+        let prompts: Vec<_> = prompts.into_iter().map(PromptTokens::into_ids).collect();
+        partial.tracked_blocks = self.tracked_blocks(model, &prompts, &hashes);
+        partial.prompt = RoutePrompt::Hashed(hashes);
+        partial.tokens = prompts;
+        partial.stage_times.push(("hash", clock.lap()));
+    }
+
+    /// The hashes of the blocks in the load; `None` if they equal the sequence hashes.
+    pub(super) fn tracked_blocks(
+        &self,
+        model: &SaltedModel,
+        prompts: &[Vec<u32>],
+        hashes: &[BlockHashes],
+    ) -> Option<Vec<Arc<[SequenceHash]>>> {
+        if self.parts.tracking_hash == TrackingHash::Public {
+            return None;
+        }
+        let names = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
+            self.tracked_content_blocks(&model.resolved, &model.content(tokens), hashes)
+                .unwrap_or_default()
+                .pop()
+        });
+        names.collect()
+    }
+
+    /// The hashes of one prompt's blocks in the load; `None` if they equal the sequence hashes.
+    pub(super) fn tracked_content_blocks(
+        &self,
+        resolved: &ResolvedModel,
+        content: &PromptContent<'_>,
+        hashes: &BlockHashes,
+    ) -> Option<Vec<Arc<[SequenceHash]>>> {
+        if self.parts.tracking_hash == TrackingHash::Public {
+            return None;
+        }
+        let scope = TrackingScope {
+            model: resolved.model.name.as_str(),
+            routing_group: "",
+        };
+        Some(vec![
+            self.parts.tracking_hash.sequences(content, hashes, scope),
+        ])
+    }
+}
+
+/// The bytes of text in a prompt that is not tokenized, and the reason.
+fn untokenized_prompt(prompt: &openai::PromptInput) -> Option<(usize, Reason)> {
+    match prompt {
+        openai::PromptInput::Chat(chat) if chat.has_media() => {
+            Some((chat.text_bytes(), Reason::Multimodal))
+        }
+        openai::PromptInput::Unknown(opaque) => {
+            Some((opaque.text_bytes, unknown_prompt_reason(*opaque)))
+        }
+        openai::PromptInput::NoPrompt => Some((0, Reason::NotInference)),
+        _ => None,
+    }
+}

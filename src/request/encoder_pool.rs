@@ -1,0 +1,136 @@
+//! Threads for bodies that take long to encode: one per core and at least two, so that a large body
+//! leaves one to others. The fast tokenizer caches words per thread, up to a hundred megabytes per
+//! model. Few threads therefore bound the memory. The threads live as long as the process, because
+//! a new thread, as in tokio's blocking pool, starts with an empty cache.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, LazyLock};
+use std::thread::{self, Thread};
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+/// Shared by all configurations, since reloads replace the preprocessor.
+static ENCODER_POOL: LazyLock<EncoderPool> = LazyLock::new(EncoderPool::start);
+
+type EncodeJob = Box<dyn FnOnce() + Send>;
+
+/// Number of encoder threads.
+pub(super) fn thread_count() -> usize {
+    thread::available_parallelism()
+        .map_or(1, std::num::NonZero::get)
+        .max(2)
+}
+
+/// Runs a job on an encoder thread. Returns `None` if it panics.
+pub(super) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (result_tx, result_rx) = oneshot::channel();
+    ENCODER_POOL.submit(Box::new(move || _ = result_tx.send(work())));
+    result_rx.await.ok()
+}
+
+struct EncoderPool {
+    queue: Arc<Mutex<EncodeQueue>>,
+    threads: usize,
+}
+
+#[derive(Default)]
+struct EncodeQueue {
+    jobs: VecDeque<EncodeJob>,
+    /// Idle threads. The last one is woken first, because its core's cache is the warmest.
+    idle: Vec<Thread>,
+}
+
+impl EncoderPool {
+    fn start() -> Self {
+        let queue = Arc::<Mutex<EncodeQueue>>::default();
+        let started = (0..thread_count()).map(|index| {
+            let queue = queue.clone();
+            thread::Builder::new()
+                .name(format!("encoder-{index}"))
+                .spawn(move || run_worker(&queue))
+        });
+        let threads = started.filter(Result::is_ok).count();
+        Self { queue, threads }
+    }
+
+    fn submit(&self, work: EncodeJob) {
+        if self.threads == 0 {
+            // Without threads the job runs on the caller's.
+            return work();
+        }
+        let mut queue = self.queue.lock();
+        queue.jobs.push_back(work);
+        let thread = queue.idle.pop();
+        drop(queue);
+        if let Some(thread) = thread {
+            thread.unpark();
+        }
+    }
+}
+
+fn run_worker(queue: &Mutex<EncodeQueue>) {
+    let me = thread::current();
+    loop {
+        let mut state = queue.lock();
+        if let Some(work) = state.jobs.pop_front() {
+            drop(state);
+            // A panic drops the channel, which the caller sees.
+            _ = catch_unwind(AssertUnwindSafe(work));
+            continue;
+        }
+        // Threads may wake spuriously.
+        if state.idle.iter().all(|idle| idle.id() != me.id()) {
+            state.idle.push(me.clone());
+        }
+        drop(state);
+        thread::park();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn jobs_run_on_all_encoder_threads_only() {
+        let mut seen = HashSet::new();
+        for _ in 0..20 {
+            // The jobs wait for each other, so each needs a thread of its own.
+            let together = Arc::new(Barrier::new(thread_count()));
+            let works = (0..thread_count()).map(|_| {
+                let together = together.clone();
+                tokio::spawn(run(move || {
+                    together.wait();
+                    thread::current().id()
+                }))
+            });
+            for work in works.collect::<Vec<_>>() {
+                seen.insert(work.await.unwrap().unwrap());
+            }
+        }
+        assert_eq!(seen.len(), thread_count());
+    }
+
+    #[tokio::test]
+    async fn panic_returns_none_and_thread_survives() {
+        for index in 0..3 * thread_count() {
+            assert_eq!(run(|| -> u8 { panic!("on purpose") }).await, None);
+            assert_eq!(run(move || index).await, Some(index));
+        }
+    }
+
+    #[tokio::test]
+    async fn more_jobs_than_threads_complete() {
+        let works: Vec<_> = (0..1000)
+            .map(|index| tokio::spawn(run(move || index)))
+            .collect();
+        for (index, work) in works.into_iter().enumerate() {
+            assert_eq!(work.await.unwrap(), Some(index));
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! `models[].engine_tokens:`: tokens from engines.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use warmroute_engines::engine_client::EngineUrl;
+use warmroute_settings::{Period, Problem};
+
+/// `models[].remote_tokenizer:`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EngineTokensConfig {
+    /// Requests to query engines for.
+    pub mode: EngineTokensTrigger,
+    /// API to query.
+    pub endpoint: RenderPath,
+    /// Render servers. Default: the workers of the model.
+    pub urls: Vec<String>,
+    /// Timeout of a request. Afterwards it is routed by the local tokens, or load-only.
+    pub timeout: Period,
+    /// Delay after which a second server is called.
+    pub hedge_delay: Period,
+    /// File with the bearer token. Default: that of `engines`.
+    pub token_file: Option<PathBuf>,
+    /// Maximum number of concurrent queries. Further requests use the local tokens.
+    pub max_concurrency: u32,
+    /// Consecutive failures after which a server rests.
+    pub max_consecutive_failures: u32,
+    /// Duration of the rest.
+    pub cooldown: Period,
+}
+
+/// Requests to query engines for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineTokensTrigger {
+    /// All requests.
+    #[default]
+    Always,
+    /// Requests while parity of the local tokens is broken.
+    OnMismatch,
+}
+
+/// API for engine tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RenderPath {
+    /// `POST /v1/…/render` with the request itself: exact for all requests, including images. vLLM
+    /// offers it with `--enable-scale-out`, and `vllm launch render`.
+    #[default]
+    Render,
+    /// `POST /tokenize`: for conversations and single texts, without images and without fields that
+    /// it ignores.
+    Tokenize,
+}
+
+impl Default for EngineTokensConfig {
+    fn default() -> Self {
+        Self {
+            mode: EngineTokensTrigger::Always,
+            endpoint: RenderPath::Render,
+            urls: Vec::new(),
+            timeout: Period::millis(300),
+            hedge_delay: Period::millis(100),
+            token_file: None,
+            max_concurrency: 64,
+            max_consecutive_failures: 3,
+            cooldown: Period::seconds(5),
+        }
+    }
+}
+
+impl EngineTokensConfig {
+    /// Resolves file names relative to the folder of the configuration.
+    pub fn resolve(&mut self, folder: &Path) {
+        if let Some(file) = &mut self.token_file {
+            *file = folder.join(&*file);
+        }
+    }
+
+    /// Returns the semantic errors of the configuration.
+    pub fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let addresses = self.urls.iter().enumerate().filter_map(|(at, url)| {
+            let text = url.parse::<EngineUrl>().err()?;
+            Some(Problem::at(["urls".into(), at.into()], text))
+        });
+        problems.extend(addresses);
+        if self.timeout.get().is_zero() {
+            problems.push(Problem::of(
+                "timeout",
+                "no result could arrive within 0s; the default is 300ms",
+            ));
+        }
+        if let Some(Err(error)) = self.token_file.as_ref().map(std::fs::metadata) {
+            let path = self
+                .token_file
+                .as_deref()
+                .unwrap_or(Path::new(""))
+                .display();
+            problems.push(Problem::of(
+                "token_file",
+                format!("{path} cannot be read: {error}"),
+            ));
+        }
+        if self.max_concurrency == 0 {
+            problems.push(Problem::of(
+                "max_concurrency",
+                "no query could run; the default is 64",
+            ));
+        }
+        if self.max_consecutive_failures == 0 {
+            problems.push(Problem::of(
+                "max_consecutive_failures",
+                "a server must fail before it rests; the default is 3",
+            ));
+        }
+        problems
+    }
+}

@@ -1,0 +1,28 @@
+//! The parts of the headers that reading the body needs, and the tokens that engines returned.
+
+use std::time::{Duration, Instant};
+
+use super::engine_tokens::EngineTokensResult;
+
+/// The parts of the headers that are needed to read the body.
+pub(super) struct HeaderContext {
+    /// Boundary of the parts of a form.
+    pub(super) form_boundary: Option<String>,
+    /// The tenant, which separates caches if the engines read the same header.
+    pub(super) tenant: Option<String>,
+    /// Whether the session id can only be in the body.
+    pub(super) is_session_in_body: bool,
+    /// Tokens that engines computed for the prompt.
+    pub(super) engine_tokens: EngineTokensResult,
+    /// Time spent waiting for engines.
+    pub(super) engine_wait: Duration,
+    /// Deadline of tokenization.
+    pub(super) deadline: Option<Instant>,
+}
+
+impl HeaderContext {
+    /// The rest of a deadline after the wait for engines.
+    pub(super) fn remaining_deadline(&self, deadline: Duration) -> Duration {
+        deadline.saturating_sub(self.engine_wait)
+    }
+}

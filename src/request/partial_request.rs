@@ -1,0 +1,152 @@
+//! Result of reading a body. It starts with an estimate from the length and is refined by each
+//! stage, so that it remains usable wherever reading stops.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use warmroute_core::block::SequenceHash;
+use warmroute_core::parity::ParityExpectation;
+use warmroute_core::router::{Reason, RoutePrompt};
+use warmroute_core::worker::ModelName;
+use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
+
+use super::models::{ModelRegistry, ResolvedModel};
+
+/// Assumed bytes of a body per token. English and code have between 3 and 5.
+const BYTES_PER_TOKEN: u64 = 4;
+
+/// Maximum number of tokens estimated from bytes: the context length of large models. An estimate
+/// must not exceed any possible prompt.
+pub(super) const MAX_ESTIMATED_TOKENS: u64 = 131_072;
+
+/// Result of reading a body.
+pub(super) struct PartialRequest {
+    pub(super) requested_model: Option<String>,
+    pub(super) model: Option<ModelName>,
+    pub(super) adapter: Option<String>,
+    pub(super) prompt: RoutePrompt,
+    /// Whether the prompt was tokenized here, from text.
+    pub(super) is_own_tokenization: bool,
+    /// Whether the prompt contains images or other media.
+    pub(super) has_media: bool,
+    pub(super) parity_expectation: ParityExpectation,
+    pub(super) tracked_blocks: Option<Vec<Arc<[SequenceHash]>>>,
+    pub(super) tokens: Vec<Vec<u32>>,
+    pub(super) extension: Option<Box<NvExt>>,
+    pub(super) session: Option<String>,
+    /// The parse error.
+    pub(super) parse_error: Option<String>,
+    pub(super) stage_times: Vec<(&'static str, Duration)>,
+}
+
+impl PartialRequest {
+    pub(super) fn estimated(tokens: u64, because: Reason) -> Self {
+        let prompt = RoutePrompt::Estimated { tokens, because };
+        let times = Vec::with_capacity(4);
+        Self {
+            requested_model: None,
+            model: None,
+            adapter: None,
+            prompt,
+            is_own_tokenization: false,
+            has_media: false,
+            parity_expectation: ParityExpectation::NotPredicted,
+            tracked_blocks: None,
+            tokens: vec![],
+            extension: None,
+            session: None,
+            parse_error: None,
+            stage_times: times,
+        }
+    }
+
+    /// Takes the cache salt of the client. Keeps the routing extension of the body if the client is
+    /// trusted.
+    pub(super) fn take_cache_salt(
+        &mut self,
+        tenant: Option<&str>,
+        request: &mut openai::ApiRequest,
+        trusted: bool,
+    ) -> Option<String> {
+        let raw = request.nvext.take().filter(|_| trusted);
+        self.extension = raw.map(|raw| Box::new(NvExt::parse(&raw)));
+        let in_extension = self
+            .extension
+            .as_ref()
+            .and_then(|extension| extension.cache_salt.clone());
+        tenant
+            .map(str::to_owned)
+            .or(in_extension)
+            .or(request.cache_salt.take())
+    }
+
+    /// A request whose body was not read, and the reason.
+    pub(super) fn without_body(api: ApiKind, bytes: usize, because: Reason) -> Self {
+        match api.workload() {
+            // A request without a prompt causes no load, whatever its error.
+            ApiWorkload::None => Self::estimated(0, Reason::NotInference),
+            ApiWorkload::Prompt | ApiWorkload::LoadOnly if api.has_text_body() => {
+                Self::estimated(estimate_tokens(bytes), because)
+            }
+            ApiWorkload::Prompt | ApiWorkload::LoadOnly => Self::estimated(0, because),
+        }
+    }
+
+    /// Sets the requested model, and the model that serves it.
+    pub(super) fn set_model(
+        &mut self,
+        requested: Option<String>,
+        models: &ModelRegistry,
+    ) -> Option<ResolvedModel> {
+        let resolved = models.resolve(requested.as_deref());
+        self.requested_model = requested;
+        self.model = resolved
+            .as_ref()
+            .map(|resolved| resolved.model.name.clone());
+        self.adapter = resolved
+            .as_ref()
+            .and_then(|resolved| resolved.adapter.clone());
+        resolved
+    }
+
+    /// Limits the request to the first blocks, because its body exceeds the limit.
+    pub(super) fn into_too_large(mut self) -> Self {
+        let because = Reason::BodyTooLarge;
+        let tokens = self.prompt.tokens();
+        self.prompt = match self.prompt {
+            RoutePrompt::Hashed(mut prompts) if prompts.len() == 1 => match prompts.pop() {
+                Some(known) => RoutePrompt::Truncated {
+                    known,
+                    tokens,
+                    because,
+                },
+                None => RoutePrompt::Estimated { tokens, because },
+            },
+            RoutePrompt::Truncated { known, tokens, .. } => RoutePrompt::Truncated {
+                known,
+                tokens,
+                because,
+            },
+            none @ RoutePrompt::Estimated {
+                because: Reason::NotInference | Reason::UnknownModel,
+                ..
+            } => none,
+            RoutePrompt::Hashed(_) | RoutePrompt::Estimated { .. } => {
+                RoutePrompt::Estimated { tokens, because }
+            }
+        };
+        self.tokens = Vec::new();
+        self
+    }
+
+    pub(super) fn set_reason(&mut self, reason: Reason) {
+        if let RoutePrompt::Estimated { because, .. } = &mut self.prompt {
+            *because = reason;
+        }
+    }
+}
+
+/// Estimated tokens of a body of which only the length is known.
+pub(super) fn estimate_tokens(bytes: usize) -> u64 {
+    (bytes as u64 / BYTES_PER_TOKEN).min(MAX_ESTIMATED_TOKENS)
+}

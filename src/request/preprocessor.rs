@@ -1,0 +1,112 @@
+//! The preprocessor: its components, and its limits of concurrent encoding.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use warmroute_core::parity::ParityStatus;
+use warmroute_core::worker::ModelName;
+use warmroute_tokens::openai::{ApiKind, ApiPaths};
+
+use super::cluster_rules::SharedClusterRules;
+use super::config::ClientsConfig;
+use super::encode_time::EncodeTimeEstimator;
+use super::encoder_pool;
+use super::engine_tokens::TokenSources;
+use super::large_bodies::LargeBodies;
+use super::models::ModelRegistry;
+use super::pool_routes::{PoolAuthorities, PoolRoutesConfig};
+use super::rewrite::RewriteRules;
+use super::routing_hints::HeaderLookup;
+use super::sessions::SessionFields;
+use super::shared_cache::SharedCacheLookup;
+use crate::cluster::remote_index::RemoteIndexClient;
+use crate::tracking_hash::TrackingHash;
+
+/// Limits of concurrent encoding.
+#[derive(Clone, Copy, Debug)]
+pub struct EncodeLimits {
+    /// Maximum size of a body that is encoded on the caller's thread, in bytes.
+    pub inline: usize,
+    /// Maximum number of bodies that wait for an encoder thread.
+    pub queue: usize,
+    /// Timeout of waiting and encoding.
+    pub deadline: Duration,
+}
+
+/// Components of a preprocessor.
+pub struct PreprocessorParts {
+    /// The configured models.
+    pub models: ModelRegistry,
+    /// APIs by path.
+    pub paths: ApiPaths,
+    /// Trust in clients, and the headers they may use.
+    pub clients: ClientsConfig,
+    /// Rules that restrict requests to one pool.
+    pub pool_routes: PoolRoutesConfig,
+    /// Rules that send requests to other models. Those of the cluster follow them.
+    pub rewrites: RewriteRules,
+    /// Headers that name the model and override the rules.
+    pub rewrite_headers: Vec<String>,
+    /// Objectives and rewrite rules of the cluster.
+    pub cluster: SharedClusterRules,
+    /// Limits of concurrent encoding.
+    pub limits: EncodeLimits,
+    /// Hash of the blocks in the load.
+    pub tracking_hash: TrackingHash,
+    /// Fields with the session id; `None` without sessions.
+    pub session_fields: Option<SessionFields>,
+    /// The cache that all workers share.
+    pub shared_cache: Option<SharedCacheLookup>,
+    /// Client of a remote index.
+    pub index_client: Option<Arc<RemoteIndexClient>>,
+    /// Token sources by model. Other models use the configured tokenizer.
+    pub token_sources: TokenSources,
+}
+
+/// Turns requests into the input of the router.
+pub struct RequestPreprocessor {
+    pub(super) parts: PreprocessorParts,
+    pub(super) pool_authorities: PoolAuthorities,
+    pub(super) encoders: Arc<Semaphore>,
+    pub(super) queued_bodies: AtomicUsize,
+    pub(super) large_bodies: LargeBodies,
+    pub(super) encode_time: EncodeTimeEstimator,
+}
+
+impl RequestPreprocessor {
+    /// Creates a preprocessor.
+    pub fn new(parts: PreprocessorParts) -> Arc<Self> {
+        // One encoder per core. More would share the same cores and delay the async threads.
+        let encoders = Arc::new(Semaphore::new(encoder_pool::thread_count()));
+        let large = LargeBodies::new(encoder_pool::thread_count(), parts.limits.queue);
+        let pool_authorities = PoolAuthorities::from(&parts.pool_routes);
+        Arc::new(Self {
+            parts,
+            pool_authorities,
+            encoders,
+            queued_bodies: AtomicUsize::new(0),
+            large_bodies: large,
+            encode_time: EncodeTimeEstimator::default(),
+        })
+    }
+
+    /// The parity status of each model's tokens.
+    pub fn parity_statuses(&self) -> impl Iterator<Item = (ModelName, Arc<ParityStatus>)> + '_ {
+        self.parts
+            .token_sources
+            .iter()
+            .map(|(model, source)| (model.clone(), source.parity.clone()))
+    }
+
+    /// The API of a request.
+    pub fn api(&self, path: &str, headers: HeaderLookup<'_>) -> Option<ApiKind> {
+        self.parts.paths.api_of_request(path, headers)
+    }
+
+    /// Whether the body of a request is read at all. Envoy need not send other bodies.
+    pub fn wants_body(&self, path: &str, headers: HeaderLookup<'_>) -> bool {
+        self.api(path, headers).is_some_and(ApiKind::wants_body)
+    }
+}

@@ -1,0 +1,304 @@
+//! Replacement of the requested model: by a header, or by weighted rules, for canaries and for
+//! stable names of changing models. Pure: the caller passes the random number.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use warmroute_core::worker::ModelName;
+use warmroute_settings::{Problem, Step, is_header_name};
+
+/// The `routing.model_rewrites:` section.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RewritesConfig {
+    /// Headers that name the model. The first present one is used and overrides the rules. Empty by
+    /// default, because any client could choose a model with it.
+    pub headers: Vec<String>,
+    /// Rewrite rules. A rule that names the model precedes one for all models. The first match
+    /// applies.
+    pub rules: Vec<RewriteRule>,
+}
+
+/// One rule of `routing.model_rewrites:`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewriteRule {
+    /// Requested models. Empty: all models, and requests without a model.
+    #[serde(default)]
+    pub models: Vec<ModelName>,
+    /// Models to send the requests to.
+    pub targets: Vec<RewriteTarget>,
+}
+
+/// One target of a rule.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewriteTarget {
+    /// The model, as the engines serve it.
+    pub model: ModelName,
+    /// Weight against the other targets. Without any weights the shares are equal.
+    #[serde(default)]
+    pub weight: Option<u32>,
+}
+
+/// The active rules.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RewriteRules {
+    rules: Vec<PoolRewriteRule>,
+}
+
+/// A rule and its pool; without a pool it applies to every request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PoolRewriteRule {
+    pool: Option<Arc<str>>,
+    rule: RewriteRule,
+}
+
+/// The model that a request names.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RequestedModel<'a> {
+    /// Model in the body.
+    pub name: Option<&'a str>,
+    /// Model in a rewrite header.
+    pub header: Option<&'a str>,
+    /// Pool of the request.
+    pub pool: Option<&'a str>,
+}
+
+/// A request body with another model than the client requested.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RewrittenBody {
+    /// The body.
+    pub bytes: Bytes,
+    /// The model in the body.
+    pub served: String,
+    /// The model that the client requested; `None` if the body named none.
+    pub requested: Option<String>,
+}
+
+impl From<&RewritesConfig> for RewriteRules {
+    fn from(config: &RewritesConfig) -> Self {
+        Self {
+            rules: config
+                .rules
+                .iter()
+                .map(|rule| PoolRewriteRule {
+                    pool: None,
+                    rule: rule.clone(),
+                })
+                .collect(),
+        }
+    }
+}
+
+impl RewriteRules {
+    /// Creates rules of pools, in order. A request without a pool may match the rules of all pools.
+    pub fn from_pools(rules: impl IntoIterator<Item = (Arc<str>, RewriteRule)>) -> Self {
+        Self {
+            rules: rules
+                .into_iter()
+                .map(|(pool, rule)| PoolRewriteRule {
+                    pool: Some(pool),
+                    rule,
+                })
+                .collect(),
+        }
+    }
+
+    /// The model to send a request to; `None` keeps the requested one. `later` are further rules,
+    /// after these. `random` is at least 0 and below 1.
+    pub fn choose_model<'a>(
+        &'a self,
+        later: &'a Self,
+        requested: RequestedModel<'a>,
+        random: f64,
+    ) -> Option<&'a str> {
+        let header = requested
+            .header
+            .map(str::trim)
+            .filter(|name| !name.is_empty());
+        let chosen = header.or_else(|| self.find_rule(later, requested)?.pick_target(random))?;
+        (Some(chosen) != requested.name).then_some(chosen)
+    }
+
+    /// Whether there are no rules.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty()
+    }
+
+    fn find_rule<'a>(
+        &'a self,
+        later: &'a Self,
+        requested: RequestedModel<'_>,
+    ) -> Option<&'a RewriteRule> {
+        let is_for = |rule: &&PoolRewriteRule| match (&rule.pool, requested.pool) {
+            (Some(pool), Some(requested)) => **pool == *requested,
+            _ => true,
+        };
+        let rules = || {
+            self.rules
+                .iter()
+                .chain(&later.rules)
+                .filter(is_for)
+                .map(|rule| &rule.rule)
+        };
+        let names = |rule: &&RewriteRule| {
+            requested
+                .name
+                .is_some_and(|name| rule.models.iter().any(|m| m.as_str() == name))
+        };
+        rules()
+            .find(names)
+            .or_else(|| rules().find(|rule| rule.models.is_empty()))
+    }
+}
+
+impl RewriteRule {
+    fn pick_target(&self, random: f64) -> Option<&str> {
+        let equal = self
+            .targets
+            .iter()
+            .all(|target| target.weight.unwrap_or(0) == 0);
+        let weight = |target: &RewriteTarget| {
+            if equal {
+                1
+            } else {
+                u64::from(target.weight.unwrap_or(0))
+            }
+        };
+        let total: u64 = self.targets.iter().map(weight).sum();
+        let mut left = random * total as f64;
+        let mut chosen = None;
+        for target in self.targets.iter().filter(|target| weight(target) > 0) {
+            chosen = Some(target.model.as_str());
+            left -= weight(target) as f64;
+            if left < 0.0 {
+                break;
+            }
+        }
+        chosen
+    }
+
+    fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let weighted = self
+            .targets
+            .iter()
+            .filter(|target| target.weight.is_some())
+            .count();
+        if self.targets.is_empty() {
+            problems.push(Problem::of(
+                "targets",
+                "the list is empty; name at least one model",
+            ));
+        } else if weighted == self.targets.len()
+            && self.targets.iter().all(|target| target.weight == Some(0))
+        {
+            let text =
+                "all weights are 0, so no model could be chosen; remove them for equal shares";
+            problems.push(Problem::of("targets", text));
+        }
+        if weighted > 0 && weighted < self.targets.len() {
+            let unweighted = self
+                .targets
+                .iter()
+                .enumerate()
+                .filter(|(_, target)| target.weight.is_none());
+            problems.extend(unweighted.map(|(at, target)| {
+                let text = format!(
+                    "`{}` has no `weight` and others have; set one for all or for none",
+                    target.model
+                );
+                Problem::at([Step::from("targets"), at.into()], text)
+            }));
+        }
+        let names = self
+            .models
+            .iter()
+            .enumerate()
+            .map(|(at, name)| ([Step::from("models"), at.into()], name));
+        let empty = names.filter(|(_, name)| name.as_str().is_empty());
+        problems
+            .extend(empty.map(|(place, _)| Problem::at(place, "the name is empty; leave it out")));
+        let targets = self
+            .targets
+            .iter()
+            .enumerate()
+            .filter(|(_, target)| target.model.as_str().is_empty());
+        let place = |at: usize| [Step::from("targets"), at.into(), "model".into()];
+        problems.extend(
+            targets.map(|(at, _)| Problem::at(place(at), "the name is empty; give a model's")),
+        );
+        problems
+    }
+}
+
+impl RewritesConfig {
+    /// Returns the semantic errors of the configuration.
+    pub fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        for (at, name) in self
+            .headers
+            .iter()
+            .enumerate()
+            .filter(|(_, name)| !is_header_name(name))
+        {
+            let text = format!(
+                "`{name}` cannot be the name of a header; write letters, digits and hyphens"
+            );
+            problems.push(Problem::at([Step::from("headers"), at.into()], text));
+        }
+        let mut named = HashSet::new();
+        let mut for_all = false;
+        for (at, rule) in self.rules.iter().enumerate() {
+            let place = [Step::from("rules"), at.into()];
+            let new = rule
+                .models
+                .iter()
+                .filter(|model| named.insert(*model))
+                .count();
+            let reached = if rule.models.is_empty() {
+                !std::mem::replace(&mut for_all, true)
+            } else {
+                new > 0
+            };
+            if !reached {
+                let text =
+                    "earlier rules match all requests of this one, so it is never used; remove one";
+                problems.push(Problem::at(place, text));
+            }
+            problems.extend(
+                rule.problems()
+                    .into_iter()
+                    .map(|problem| problem.within(at).within("rules")),
+            );
+        }
+        problems
+    }
+
+    /// Every target with its path in the configuration.
+    pub fn targets(&self) -> impl Iterator<Item = ([Step; 5], &ModelName)> {
+        let place = |rule: usize, target: usize| {
+            [
+                Step::from("rules"),
+                rule.into(),
+                "targets".into(),
+                target.into(),
+                "model".into(),
+            ]
+        };
+        let rules = self.rules.iter().enumerate();
+        rules.flat_map(move |(nth, rule)| {
+            rule.targets
+                .iter()
+                .enumerate()
+                .map(move |(at, target)| (place(nth, at), &target.model))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,359 @@
+//! Conversations with images.
+
+use warmroute_core::engine_settings::CommonSettings;
+
+use super::*;
+
+/// A preprocessor for a vision model, with a system prompt before every image so that some blocks
+/// precede it.
+fn vision_preprocessor() -> Arc<RequestPreprocessor> {
+    vision_preprocessor_with(
+        |encoder| encoder,
+        MediaTokens::default(),
+        BlockWindows::Plain,
+    )
+}
+
+fn vision_preprocessor_with(
+    change: impl Fn(Encoder) -> Encoder,
+    media_tokens: MediaTokens,
+    windows: BlockWindows,
+) -> Arc<RequestPreprocessor> {
+    let files = prompt::Config {
+        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer_config: Some("tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
+        chat_template: None,
+    };
+    let image = r#"{"token":"<|image_pad|>","token_count":"qwen2_vl","preprocessor_config":"tests/data/tokens/qwen2-vl/preprocessor_config.json"}"#;
+    let image = Some(serde_json::from_str(image).unwrap());
+    let media = Some(prompt::MediaConfig {
+        image,
+        ..prompt::MediaConfig::default()
+    });
+    let traits = prompt::ModelTraits {
+        name: "m".into(),
+        media,
+        ..prompt::ModelTraits::default()
+    };
+    let model = ConfiguredModel {
+        name: "m".into(),
+        block_size: BlockSize::new(4).unwrap(),
+        windows,
+        media: media_tokens,
+        encoder: Some(Arc::new(change(
+            Encoder::load_with_traits(&files, &traits).unwrap(),
+        ))),
+    };
+    let mut models = ModelRegistry::default();
+    models.add(model, &[], &[]);
+    let limits = EncodeLimits {
+        inline: 1 << 20,
+        queue: 1,
+        deadline: Duration::from_secs(60),
+    };
+    let source = engine_tokens::TokenSource {
+        parity: Arc::default(),
+        engine_tokens: None,
+        engine_settings: Default::default(),
+    };
+    let tokens = TokenSources::from([("m".into(), source)]);
+    RequestPreprocessor::new(PreprocessorParts {
+        token_sources: tokens,
+        ..preprocessor_parts(models, ClientsConfig::default(), limits)
+    })
+}
+
+fn image_conversation(url: &str, after: &str) -> String {
+    serde_json::json!({"model": "m", "messages": [
+        {"role": "system", "content": "one two three four five six seven eight nine ten"},
+        {"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": after}]}]})
+    .to_string()
+}
+
+#[test]
+fn images_separate_prompts_behind_shared_prefix() {
+    let preprocessor = vision_preprocessor();
+    let path = "/v1/chat/completions";
+    let preprocess = |body: &str| {
+        preprocessor
+            .preprocess_blocking(None, path, &|_| None, body.as_bytes())
+            .route_request
+            .prompt
+    };
+    let complete = |url: &str| match preprocess(&image_conversation(url, "what is it?")) {
+        RoutePrompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+        prompt => panic!("{prompt:?}"),
+    };
+    let one = complete(&png_data_url(2));
+    let same = complete(&png_data_url(2));
+    let other = complete(&png_data_url(0));
+    assert_eq!(one, same);
+    let shared = one
+        .iter()
+        .zip(&other)
+        .take_while(|(one, other)| one == other)
+        .count();
+    assert!(
+        shared > 0 && shared < one.len(),
+        "{shared} of {}",
+        one.len()
+    );
+    // An image by URL: only the part before it is known.
+    let RoutePrompt::Truncated {
+        known,
+        tokens,
+        because,
+    } = preprocess(&image_conversation("https://a/b.png", "what is it?"))
+    else {
+        panic!()
+    };
+    assert_eq!(
+        (because, known.locals()),
+        (Reason::Multimodal, &one[..known.len()])
+    );
+    assert!(
+        known.len() == shared && tokens > known.tokens() as u64,
+        "{} of {shared} blocks",
+        known.len()
+    );
+}
+
+#[test]
+fn multimodal_prompts_are_no_parity_evidence() {
+    let preprocessor = vision_preprocessor();
+    let preprocess = |body: &str| {
+        preprocessor
+            .preprocess_blocking(None, "/v1/chat/completions", &|_| None, body.as_bytes())
+            .route_request
+    };
+    let shown = image_conversation(&png_data_url(2), "what is it?");
+    let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
+    assert!(matches!(preprocess(text).parity, ParityExpectation::Prompt));
+    assert!(matches!(
+        preprocess(&shown).parity,
+        ParityExpectation::Multimodal
+    ));
+    let differs = warmroute_core::parity::BlockEvidence::Unconfirmed { block: 0 };
+    let (_, parity) = preprocessor.parity_statuses().next().unwrap();
+    (0..8).for_each(|_| _ = parity.record_evidence(warmroute_core::worker::WorkerId(1), differs));
+    assert!(matches!(
+        preprocess(text).parity,
+        ParityExpectation::Shadow(_)
+    ));
+    let degraded = preprocess(&shown);
+    assert!(
+        matches!(degraded.parity, ParityExpectation::NotPredicted),
+        "{:?}",
+        degraded.parity
+    );
+    assert_eq!(degraded.prompt.reason(), Some(Reason::ParityMismatch));
+}
+
+#[tokio::test]
+async fn truncated_image_ends_the_known_prefix() {
+    let preprocessor = vision_preprocessor();
+    let body = image_conversation(&png_data_url(2), "what is it?");
+    let cut = body.find("base64,").unwrap() + 20;
+    let shown = RequestBody::Truncated {
+        shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
+        length: Some(body.len() as u64),
+    };
+    let preprocessed = preprocessor
+        .preprocess("/v1/chat/completions", &|_| None, &shown)
+        .await;
+    let RoutePrompt::Truncated { known, .. } = preprocessed.route_request.prompt else {
+        panic!("{:?}", preprocessed.route_request.prompt)
+    };
+    let RoutePrompt::Hashed(whole) = preprocessor
+        .preprocess_blocking(None, "/v1/chat/completions", &|_| None, body.as_bytes())
+        .route_request
+        .prompt
+    else {
+        panic!()
+    };
+    assert!(!known.is_empty() && whole[0].locals().starts_with(known.locals()));
+}
+
+fn image_part(url: &str) -> serde_json::Value {
+    serde_json::json!({"type": "image_url", "image_url": {"url": url}})
+}
+
+/// Four messages, of which the last has an image.
+fn messages_with_image() -> Vec<serde_json::Value> {
+    use serde_json::json;
+    let words = |from: usize| {
+        (from..from + 40)
+            .map(|n| format!("w{n} "))
+            .collect::<String>()
+    };
+    let text = json!({"type": "text", "text": words(300)});
+    vec![
+        json!({"role": "system", "content": words(0)}),
+        json!({"role": "user", "content": words(100)}),
+        json!({"role": "assistant", "content": words(200)}),
+        json!({"role": "user", "content": [text, image_part(&png_data_url(2))]}),
+    ]
+}
+
+#[test]
+fn multimodal_conversation_resumes_cached_prefix() {
+    use serde_json::json;
+    let mut messages = messages_with_image();
+    for (pads, windows) in [
+        (None, BlockWindows::Plain),
+        (Some(151_655), BlockWindows::Plain),
+        (None, BlockWindows::Eagle),
+    ] {
+        let media = MediaTokens {
+            image: pads,
+            video: None,
+        };
+        let metrics = Arc::new(warmroute_metrics::Metrics::new());
+        let cache = prompt::PromptCache::new(1 << 20, metrics.clone());
+        let cached = vision_preprocessor_with(
+            |encoder| encoder.with_prompt_cache(cache.clone()).0,
+            media,
+            windows,
+        );
+        let plain = vision_preprocessor_with(|encoder| encoder, media, windows);
+        let compare = |messages: &[serde_json::Value]| {
+            let body = json!({"model": "m", "messages": messages}).to_string();
+            let preprocess = |preprocessor: &Arc<RequestPreprocessor>| {
+                preprocessor.preprocess_blocking(
+                    None,
+                    "/v1/chat/completions",
+                    &|_| None,
+                    body.as_bytes(),
+                )
+            };
+            let from_cache = preprocess(&cached);
+            let computed = preprocess(&plain);
+            assert_eq!(from_cache.tokens, computed.tokens);
+            assert_eq!(
+                from_cache.route_request.prompt.blocks(),
+                computed.route_request.prompt.blocks(),
+                "{pads:?} {windows:?}"
+            );
+            assert!(!from_cache.route_request.prompt.blocks()[0].is_empty());
+        };
+        let cached_tokens = || metrics.tokens.prompt_cache_hit_tokens.get();
+        // Text alone, then a known image, then an unknown one.
+        compare(&messages[..2]);
+        assert_eq!(cached_tokens(), 0);
+        let mut before = 0;
+        for count in [4, 4] {
+            compare(&messages[..count]);
+            let resumed = cached_tokens() - before;
+            assert!(resumed > 100, "{resumed} tokens from the cache");
+            before += resumed;
+        }
+        messages.push(json!({"role": "user", "content": [image_part("https://a/b.png")]}));
+        compare(&messages);
+        let resumed = cached_tokens() - before;
+        assert!(resumed > 200, "{resumed} tokens from the cache");
+        messages.pop();
+    }
+}
+
+/// Reports settings of the engines.
+fn report_settings(preprocessor: &RequestPreprocessor, settings: CommonSettings) {
+    preprocessor.parts.token_sources[&"m".into()]
+        .engine_settings
+        .store(Arc::new([("m".into(), settings)].into()));
+}
+
+#[test]
+fn reported_model_name_is_part_of_image_hashes() {
+    let preprocessor = vision_preprocessor();
+    let preprocess = |body: &str| {
+        preprocessor
+            .preprocess_blocking(None, "/v1/chat/completions", &|_| None, body.as_bytes())
+            .route_request
+            .prompt
+    };
+    let locals = |prompt: RoutePrompt| match prompt {
+        RoutePrompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+        prompt => panic!("{prompt:?}"),
+    };
+    let image = image_conversation(&png_data_url(2), "what is it?");
+    let by_name = locals(preprocess(&image));
+    let different_names = CommonSettings {
+        roots_differ: true,
+        ..CommonSettings::default()
+    };
+    report_settings(&preprocessor, different_names);
+    match preprocess(&image) {
+        RoutePrompt::Truncated {
+            known,
+            because: Reason::Multimodal,
+            ..
+        } => {
+            assert!(known.locals().len() < by_name.len() && by_name.starts_with(known.locals()));
+        }
+        prompt => panic!("an image with several names is unknown: {prompt:?}"),
+    }
+    let with_uuid = image.replace(r#""image_url":{"#, r#""uuid":"mine","image_url":{"#);
+    assert!(
+        matches!(preprocess(&with_uuid), RoutePrompt::Hashed(_)),
+        "{with_uuid}"
+    );
+    let common_name = CommonSettings {
+        root: Some("org/m".to_owned()),
+        ..CommonSettings::default()
+    };
+    report_settings(&preprocessor, common_name);
+    assert_ne!(
+        locals(preprocess(&image)),
+        by_name,
+        "image names include the model that the engine was started with"
+    );
+}
+
+#[test]
+fn reported_length_limits_truncated_prompts() {
+    let preprocessor = vision_preprocessor();
+    let preprocess = |path: &str, body: &str| {
+        preprocessor.preprocess_blocking(None, path, &|_| None, body.as_bytes())
+    };
+    let text =
+        |more: &str| format!(r#"{{"model": "m", "prompt": "one two three four five six"{more}}}"#);
+    let chat = |more: &str| {
+        format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{more}}}"#)
+    };
+    let truncated = text(r#", "truncate_prompt_tokens": -1"#);
+    let prompt = preprocess("/v1/completions", &truncated)
+        .route_request
+        .prompt;
+    assert_eq!(prompt.reason(), Some(Reason::EncodeFailed));
+    let text_tokens = preprocess("/v1/completions", &text("")).tokens[0].clone();
+    assert_eq!(text_tokens.len(), 6);
+    let chat_tokens = preprocess("/v1/chat/completions", &chat("")).tokens[0].clone();
+    let settings = CommonSettings {
+        root: Some("org/m".to_owned()),
+        max_model_len: Some(5),
+        ..CommonSettings::default()
+    };
+    report_settings(&preprocessor, settings);
+    for (more, kept) in [
+        ("", 4),
+        (r#", "max_tokens": null"#, 4),
+        (r#", "max_tokens": 2"#, 4),
+        (r#", "max_tokens": 0"#, 5),
+    ] {
+        let body = text(&format!(r#", "truncate_prompt_tokens": -1{more}"#));
+        let preprocessed = preprocess("/v1/completions", &body);
+        assert_eq!(preprocessed.tokens, [&text_tokens[6 - kept..]], "{more}");
+    }
+    // Without `max_tokens` a chat may be as long as the model accepts.
+    for (more, kept) in [
+        ("", 5),
+        (r#", "max_tokens": 0"#, 5),
+        (r#", "max_completion_tokens": 2"#, 4),
+    ] {
+        let body = chat(&format!(r#", "truncate_prompt_tokens": -1{more}"#));
+        let preprocessed = preprocess("/v1/chat/completions", &body);
+        let expected = &chat_tokens[chat_tokens.len() - kept..];
+        assert_eq!(preprocessed.tokens, [expected], "{more}");
+    }
+}

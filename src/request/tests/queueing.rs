@@ -1,0 +1,88 @@
+//! Limits of concurrent encoding.
+
+use std::sync::atomic::Ordering;
+
+use super::*;
+
+#[tokio::test]
+async fn full_queue_and_deadline_have_their_reasons() {
+    let limits = EncodeLimits {
+        inline: 4096,
+        queue: 4,
+        deadline: Duration::from_millis(50),
+    };
+    let preprocessor = preprocessor_with_tokenizer(limits);
+    let prompt = "a prompt that takes longer than its deadline ".repeat(100_000);
+    let body = RequestBody::Whole(
+        serde_json::json!({"model": "m", "prompt": prompt})
+            .to_string()
+            .into(),
+    );
+    let reason = async || match preprocessor
+        .preprocess("/v1/completions", &|_| None, &body)
+        .await
+        .route_request
+        .prompt
+    {
+        RoutePrompt::Estimated { because, .. } | RoutePrompt::Truncated { because, .. } => because,
+        prompt => panic!("{prompt:?}"),
+    };
+    // One thread runs all of this. It stays free while the encoder threads work.
+    let reasons = tokio::join!(reason(), reason(), reason(), reason());
+    assert_eq!(
+        reasons,
+        (
+            Reason::DecisionTimeout,
+            Reason::DecisionTimeout,
+            Reason::TokenizerBusy,
+            Reason::TokenizerBusy
+        )
+    );
+    assert_eq!(
+        (
+            Reason::DecisionTimeout.as_str(),
+            Reason::TokenizerBusy.as_str()
+        ),
+        ("decision_timeout", "tokenizer_busy")
+    );
+    assert_eq!(
+        preprocessor.queued_bodies.load(Ordering::Relaxed),
+        0,
+        "no body waits"
+    );
+}
+
+#[tokio::test]
+async fn late_encoder_keeps_its_permit_until_done() {
+    let preprocessor = preprocessor_with_short_deadline();
+    let permits = preprocessor.encoders.available_permits();
+    // Parsing its JSON takes hundreds of milliseconds, far longer than this thread may wait for a
+    // core.
+    let prompt = "a prompt that takes longer than a millisecond ".repeat(1_000_000);
+    let body = serde_json::json!({"model": "m", "prompt": prompt}).to_string();
+    let preprocessed = preprocessor
+        .preprocess(
+            "/v1/completions",
+            &|_| None,
+            &RequestBody::Whole(body.into()),
+        )
+        .await;
+    assert!(matches!(
+        preprocessed.route_request.prompt,
+        RoutePrompt::Estimated {
+            because: Reason::DecisionTimeout,
+            ..
+        }
+    ));
+    assert_eq!(
+        preprocessor.encoders.available_permits(),
+        permits - 1,
+        "the encoder still runs"
+    );
+    let done = tokio::time::timeout(
+        Duration::from_secs(60),
+        preprocessor.encoders.acquire_many(permits as u32),
+    )
+    .await;
+    assert!(done.is_ok(), "the permit is released");
+}

@@ -1,0 +1,178 @@
+//! Registry of loaded tokenizers. Loading one takes half a second of CPU time, so a reload reuses
+//! those whose files have not changed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Context as _;
+use parking_lot::Mutex;
+use tracing::{info, warn};
+use warmroute_core::block::BlockWindows;
+use warmroute_core::worker::ModelName;
+use warmroute_metrics::Metrics;
+use warmroute_tokens::prompt::{
+    self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache,
+};
+
+use super::offline::missing_template_advice;
+use crate::config::{Config, ModelConfig};
+use crate::request::{ConfiguredModel, ModelRegistry};
+
+/// Tokenizers in use, by file fingerprint, and their shared prompt cache.
+pub(super) struct EncoderRegistry {
+    by_fingerprint: Mutex<HashMap<ModelFingerprint, Arc<Encoder>>>,
+    by_model: Mutex<Vec<(ModelName, Arc<Encoder>)>>,
+    prompts: Arc<PromptCache>,
+}
+
+/// Models of a configuration, and their tokenizers, which are committed once the configuration is
+/// in use.
+pub(super) struct LoadedModels {
+    pub(super) models: ModelRegistry,
+    encoders: HashMap<ModelFingerprint, Arc<Encoder>>,
+    by_model: Vec<(ModelName, Arc<Encoder>)>,
+    prompt_cache: usize,
+}
+
+impl EncoderRegistry {
+    /// Creates an empty registry.
+    pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
+        Self {
+            by_fingerprint: Mutex::default(),
+            by_model: Mutex::default(),
+            prompts: PromptCache::new(0, metrics.clone()),
+        }
+    }
+
+    /// Loads the tokenizers that are not loaded yet, concurrently.
+    pub(super) async fn load(&self, config: &Config) -> anyhow::Result<LoadedModels> {
+        let known = self.by_fingerprint.lock().clone();
+        let loading: Vec<_> = config
+            .models
+            .iter()
+            .map(|model| {
+                let name = model.name.clone();
+                let files = tokenizer_files(model);
+                let known = known.clone();
+                let traits = template_traits(model);
+                let prompts = self.prompts.clone();
+                tokio::task::spawn_blocking(move || {
+                    files
+                        .map(|files| load_encoder(&name, &files, &traits, &known, prompts))
+                        .transpose()
+                })
+            })
+            .collect();
+        let mut loaded = LoadedModels {
+            models: ModelRegistry::default(),
+            encoders: HashMap::new(),
+            by_model: Vec::new(),
+            prompt_cache: config.requests.limits.prompt_cache_size.bytes(),
+        };
+        for (model, encoder) in config.models.iter().zip(loading) {
+            let found = encoder
+                .await?
+                .with_context(|| format!("model {} cannot be served exactly", model.name))?;
+            if found.is_none() && model.remote_tokenizer.is_none() {
+                warn!(model = %model.name, "no tokenizer configured; requests of this model are routed by load only");
+            }
+            let windows = if model.eagle {
+                BlockWindows::Eagle
+            } else {
+                BlockWindows::Plain
+            };
+            let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
+            loaded.by_model.extend(
+                encoder
+                    .iter()
+                    .map(|encoder| (model.name.clone(), encoder.clone())),
+            );
+            let name = model.name.clone();
+            let block_size = model.blocks();
+            let media = model.media_tokens();
+            let served = ConfiguredModel {
+                name,
+                block_size,
+                windows,
+                media,
+                encoder,
+            };
+            if let Some(advice) = missing_template_advice(&served) {
+                warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
+            }
+            loaded.models.add(served, &model.aliases, &model.adapters);
+            loaded.encoders.extend(found);
+        }
+        Ok(loaded)
+    }
+
+    /// Returns the tokenizers in use, by model.
+    pub(super) fn by_model(&self) -> Vec<(ModelName, Arc<Encoder>)> {
+        self.by_model.lock().clone()
+    }
+
+    /// Returns whether `loaded` differs from the tokenizers in use.
+    pub(super) fn differs_from(&self, loaded: &LoadedModels) -> bool {
+        let current = self.by_fingerprint.lock();
+        current.len() != loaded.encoders.len()
+            || loaded
+                .encoders
+                .keys()
+                .any(|fingerprint| !current.contains_key(fingerprint))
+    }
+
+    /// Replaces the tokenizers in use.
+    pub(super) fn commit(&self, loaded: &LoadedModels) {
+        self.by_fingerprint.lock().clone_from(&loaded.encoders);
+        self.by_model.lock().clone_from(&loaded.by_model);
+        self.prompts.resize(loaded.prompt_cache);
+    }
+}
+
+fn tokenizer_files(model: &ModelConfig) -> Option<prompt::Config> {
+    let tokenizer = model.tokenizer.clone()?;
+    let tokenizer_config = model.tokenizer_config.clone();
+    let chat_template = model.chat_template.clone();
+    Some(prompt::Config {
+        tokenizer,
+        tokenizer_config,
+        chat_template,
+    })
+}
+
+fn template_traits(model: &ModelConfig) -> ModelTraits {
+    let name = model.name.as_str().to_owned();
+    let engine = model.engine;
+    let transformers = model.transformers_version;
+    let tokenizer_class = model.tokenizer_class.clone();
+    let media = model.multimodal.clone();
+    ModelTraits {
+        name,
+        engine,
+        transformers,
+        tokenizer_class,
+        media,
+    }
+}
+
+fn load_encoder(
+    model: &ModelName,
+    files: &prompt::Config,
+    traits: &ModelTraits,
+    known: &HashMap<ModelFingerprint, Arc<Encoder>>,
+    prompts: Arc<PromptCache>,
+) -> Result<(ModelFingerprint, Arc<Encoder>), LoadError> {
+    let started = Instant::now();
+    // Computed before loading, so that a change meanwhile is detected by the next reload.
+    let fingerprint = files.fingerprint()?.with_traits(traits)?;
+    if let Some(encoder) = known.get(&fingerprint) {
+        return Ok((fingerprint, encoder.clone()));
+    }
+    let (encoder, resumes) = Encoder::load_with_traits(files, traits)?.with_prompt_cache(prompts);
+    if let Err(reason) = resumes {
+        info!(%model, reason, "tokenizer cannot resume prompts; every prompt is tokenized from the start");
+    }
+    info!(%model, took = ?started.elapsed(), "tokenizer loaded");
+    Ok((fingerprint, Arc::new(encoder)))
+}

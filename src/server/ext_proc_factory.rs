@@ -1,0 +1,158 @@
+//! Creates the ext_proc service of a configuration. State that outlives a reload is passed from one
+//! service to the next.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio_util::task::TaskTracker;
+use warmroute_tokens::openai::paths::ApiPaths;
+
+use crate::config::{Config, FirstToken};
+use crate::dispatch::Dispatcher;
+use crate::dispatch::audit::CacheAudit;
+use crate::ext_proc::config::AssumedBodies;
+use crate::ext_proc::exchange::{ExchangeOptions, ResponseHeaderOptions};
+use crate::ext_proc::message::{BodyMode, BodyModes};
+use crate::ext_proc::pipeline::RequestPipeline;
+use crate::ext_proc::policy::ExchangePolicy;
+use crate::ext_proc::server::ExtProcServer;
+use crate::ext_proc::service::ExtProcService;
+use crate::ext_proc::state::{ExchangeConfig, ExtProcState};
+use crate::prefill::{PrefillClients, PrefillPlanner};
+use crate::request::RequestPreprocessor;
+
+/// Factory of ext_proc services.
+pub(super) struct ExtProcFactory {
+    dispatcher: Arc<Dispatcher>,
+    state: Arc<ExtProcState>,
+    /// Tasks that continue after their exchange: prefills and aborts.
+    exchange_tasks: TaskTracker,
+    /// Prefill clients of the current configuration.
+    prefill_clients: Mutex<PrefillClients>,
+}
+
+impl ExtProcFactory {
+    pub(super) fn new(
+        dispatcher: Arc<Dispatcher>,
+        state: Arc<ExtProcState>,
+        exchange_tasks: TaskTracker,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            dispatcher,
+            state,
+            exchange_tasks,
+            prefill_clients: Mutex::default(),
+        })
+    }
+
+    /// Creates the ext_proc service of a configuration, with its prefill clients. Unchanged clients
+    /// are reused, so that connections and limits persist.
+    pub(super) fn prepare(
+        &self,
+        config: &Config,
+        preprocessor: Arc<RequestPreprocessor>,
+    ) -> anyhow::Result<(ExtProcServer, PrefillClients)> {
+        let prefills = config
+            .models
+            .iter()
+            .filter_map(|model| Some((&model.name, model.prefill.as_ref()?)));
+        let prefill_clients = self.prefill_clients.lock().reconfigure(
+            prefills,
+            &config.engines.http,
+            self.state.metrics(),
+            &self.exchange_tasks,
+        )?;
+        let metrics = self.state.metrics().clone();
+        let exchange_config = ExchangeConfig {
+            pipeline: RequestPipeline::new(
+                preprocessor,
+                self.dispatcher.clone(),
+                metrics,
+                policy(config),
+                prefill_planner(config, &prefill_clients, self.state.audit()),
+            ),
+            options: Arc::new(options(config)),
+            upload_timeout: config.requests.limits.upload_timeout.get(),
+            held_body_limit: config.requests.limits.max_buffered_bytes.bytes(),
+        };
+        // The default limit of tonic, 4 MiB, would reject bodies that the configuration allows.
+        // With `failure_mode_allow` Envoy would then send the request to a random worker.
+        let service = ExtProcService::new(exchange_config, self.state.clone());
+        Ok((
+            ExtProcServer::new(service, super::servers::max_message_bytes(config)),
+            prefill_clients,
+        ))
+    }
+
+    /// Stores the clients of the new current configuration.
+    pub(super) fn commit(&self, clients: PrefillClients) {
+        *self.prefill_clients.lock() = clients;
+    }
+}
+
+fn prefill_planner(
+    config: &Config,
+    clients: &PrefillClients,
+    audit: &Arc<CacheAudit>,
+) -> PrefillPlanner {
+    let executors = config.models.iter().filter_map(|model| {
+        let executor = clients.executor(&model.name, model.prefill.as_ref()?, audit)?;
+        Some((model.name.clone(), executor))
+    });
+    PrefillPlanner {
+        executors: executors.collect(),
+        reserved_headers: config
+            .gateway
+            .routing_headers()
+            .reserved_names()
+            .map(Arc::from)
+            .collect(),
+        trusts_clients: config.requests.clients.trusted,
+    }
+}
+
+fn policy(config: &Config) -> ExchangePolicy {
+    let with_headers = config
+        .models
+        .iter()
+        .filter(|model| model.first_token_signal == FirstToken::Headers);
+    let failure = config
+        .models
+        .iter()
+        .filter_map(|model| Some((model.name.clone(), model.failure_mode?)));
+    ExchangePolicy {
+        failure: config.gateway.failure,
+        model_failure_modes: failure.collect(),
+        first_token_with_headers: with_headers.map(|model| model.name.clone()).collect(),
+        why_header: config.gateway.response_headers.why,
+        conformance: config.gateway.conformance,
+        dropped_reason_header: config.gateway.routing_headers().sets_dropped_reason(),
+        mode_header: config.gateway.response_headers.mode,
+    }
+}
+
+fn options(config: &Config) -> ExchangeOptions {
+    let assumed = match config.gateway.default_body_mode {
+        AssumedBodies::Buffered => BodyModes::default(),
+        AssumedBodies::FullDuplex => BodyModes {
+            request: BodyMode::FullDuplex,
+            response: BodyMode::FullDuplex,
+        },
+    };
+    ExchangeOptions {
+        paths: Arc::new(ApiPaths::new(&config.requests.paths)),
+        body_limit: config.requests.limits.max_body_size.bytes(),
+        routing_headers: config.gateway.routing_headers(),
+        clear_route_cache: config.gateway.clear_route_cache,
+        assumed_modes: assumed,
+        observe: config.gateway.observe,
+        output_blocks: config.routing.load.output_blocks,
+        conformance: config.gateway.conformance,
+        response_headers: ResponseHeaderOptions {
+            mode: config.gateway.response_headers.mode,
+            worker: config.gateway.response_headers.worker,
+            prediction: config.gateway.response_headers.prediction,
+            why: config.gateway.response_headers.why,
+        },
+    }
+}

@@ -1,0 +1,454 @@
+//! Fleet controller: reconciles event sources, the load table and Envoy's endpoints with each
+//! desired set of workers.
+//!
+//! New members are opened before the fleet is published and removed ones closed after it, so that
+//! no request can choose a rank without a load row.
+
+mod event_sources;
+
+use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use warmroute_core::engine_settings::{
+    CommonSettings, ConfiguredSettings, EngineSettings, SettingMismatch,
+};
+use warmroute_core::fleet::{Fleet, FleetMember};
+use warmroute_core::router::{EngineSettingsByWorker, Router, RouterSettings};
+use warmroute_core::worker::{ModelName, Worker, WorkerId, WorkerRank, WorkerRole};
+use warmroute_engines::kv_events::SharedResync;
+use warmroute_metrics::{Metrics, RankLabels};
+use warmroute_runtime::lifecycle::{Readiness, ReadyGuard};
+
+use super::endpoint_publisher::EndpointPublisher;
+use super::fleet_source::{ConfiguredSettingsByModel, DesiredFleet, MediaTokensByModel};
+use super::settings_poller::{EngineKey, EngineReports};
+use super::source_task;
+use crate::api::RankWriters;
+use crate::cluster::warm_start::WarmStart;
+use crate::config::Config;
+use crate::dispatch::Dispatcher;
+use event_sources::SourceHandle;
+
+pub(super) struct FleetController {
+    router: Arc<Router>,
+    dispatcher: Arc<Dispatcher>,
+    writers: Arc<RankWriters>,
+    metrics: Arc<Metrics>,
+    readiness: Readiness,
+    sources: HashMap<WorkerRank, SourceHandle>,
+    initial_workers: Option<(usize, ReadyGuard)>,
+    /// Initial workers whose settings were not queried yet.
+    pending_settings: Option<PendingEngineSettings>,
+    sources_deadline: Instant,
+    publisher: EndpointPublisher,
+    media: Arc<MediaTokensByModel>,
+    engine_reports: watch::Receiver<Arc<EngineReports>>,
+    /// Reports applied to the last set.
+    applied_reports: Arc<EngineReports>,
+    configured: Arc<ConfiguredSettingsByModel>,
+    resync: SharedResync,
+    max_event_message: usize,
+    warm_start: Option<Arc<WarmStart>>,
+    snapshot_path: Option<PathBuf>,
+    /// Last desired set.
+    desired: Option<DesiredFleet>,
+}
+
+/// Dependencies of the controller.
+pub(super) struct FleetControllerParts {
+    pub(super) dispatcher: Arc<Dispatcher>,
+    pub(super) writers: Arc<RankWriters>,
+    pub(super) metrics: Arc<Metrics>,
+    /// Settings reported by engines.
+    pub(super) engine_reports: watch::Receiver<Arc<EngineReports>>,
+    /// Policy for blocks after lost batches.
+    pub(super) resync: SharedResync,
+    /// Publisher to Envoy.
+    pub(super) publisher: EndpointPublisher,
+    /// Warm start of new event sources, until startup is complete.
+    pub(super) warm_start: Option<Arc<WarmStart>>,
+}
+
+/// Initial workers whose event sources may still be reported by the engine.
+struct PendingEngineSettings {
+    workers: HashSet<EngineKey>,
+    /// Held until the set is empty.
+    ready: ReadyGuard,
+}
+
+impl FleetController {
+    pub(super) fn new(config: &Config, parts: FleetControllerParts, readiness: Readiness) -> Self {
+        let FleetControllerParts {
+            dispatcher,
+            writers,
+            metrics,
+            engine_reports: reports,
+            resync,
+            publisher,
+            warm_start,
+        } = parts;
+        let least = config.process.readiness.min_workers as usize;
+        let prefill = if config.routing.disaggregation.enforce {
+            ", and prefill workers (`routing.disaggregation.enforce`)"
+        } else {
+            ""
+        };
+        let guard = readiness.begin_step(format!("initial workers: at least {least}{prefill}"));
+        Self {
+            router: dispatcher.router().clone(),
+            dispatcher,
+            writers,
+            metrics,
+            sources: HashMap::new(),
+            initial_workers: Some((least, guard)),
+            pending_settings: None,
+            sources_deadline: Instant::now() + config.process.readiness.event_sources_timeout.get(),
+            publisher,
+            media: Arc::default(),
+            engine_reports: reports,
+            applied_reports: Arc::default(),
+            configured: Arc::default(),
+            resync,
+            max_event_message: config.engines.kv_events.max_message_size.bytes(),
+            warm_start,
+            snapshot_path: config
+                .index
+                .warm_start
+                .as_ref()
+                .and_then(|warm_start| warm_start.snapshot_file.clone()),
+            desired: None,
+            readiness,
+        }
+    }
+
+    /// Reconciles each desired set until the channel is closed or the token is cancelled, then
+    /// stops the event sources.
+    pub(super) async fn run(
+        mut self,
+        mut sets: mpsc::UnboundedReceiver<DesiredFleet>,
+        stop: CancellationToken,
+    ) {
+        loop {
+            let next = tokio::select! {
+                () = stop.cancelled() => break,
+                set = sets.recv() => set,
+                Ok(()) = self.engine_reports.changed(), if self.desired.is_some() => self.desired.clone(),
+                () = tokio::time::sleep_until(self.sources_deadline), if self.pending_settings.is_some() => {
+                    self.finish_startup();
+                    continue;
+                }
+            };
+            let Some(mut desired) = next else { break };
+            // Each set is complete, so only the newest one matters.
+            while let Ok(newer) = sets.try_recv() {
+                desired = newer;
+            }
+            self.desired = Some(desired.clone());
+            self.set_media(desired.media).await;
+            self.configured = desired.configured;
+            let workers = self.apply_engine_settings(desired.workers);
+            if self.publisher.is_enabled()
+                && let Some(rest) = without_removed(&self.router.fleet(), &workers)
+            {
+                self.apply_fleet(rest).await;
+            }
+            self.apply_fleet(workers).await;
+            self.check_pending_settings();
+        }
+        // If startup is not complete, the snapshot file knows more than this process.
+        if let Some(file) = self
+            .snapshot_path
+            .take()
+            .filter(|_| self.warm_start.is_none())
+        {
+            let writers = self.writers.clone();
+            let router = self.router.clone();
+            let left = tokio::task::spawn_blocking(move || {
+                source_task::save_snapshot(&file, &writers, &router)
+            })
+            .await;
+            if let Err(problem) = left {
+                warn!(%problem, "warm start: snapshot not written");
+            }
+        }
+        let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
+        for rank in members {
+            self.stop_source(rank).await;
+        }
+    }
+
+    /// Fills in the settings reported by engines, and logs differences from the configuration.
+    fn apply_engine_settings(&mut self, mut workers: Vec<Worker>) -> Vec<Worker> {
+        let reports = self.engine_reports.borrow_and_update().clone();
+        self.applied_reports = reports.clone();
+        let before = self.router.sources().all_engine_settings();
+        let mut all = EngineSettingsByWorker::new();
+        let mut by_model: HashMap<ModelName, Vec<&EngineSettings>> = HashMap::new();
+        for worker in &mut workers {
+            let Some(settings) = reports.settings.get(&(worker.id, worker.endpoint)) else {
+                continue;
+            };
+            let mismatches = settings.fill_missing(
+                worker,
+                self.configured
+                    .get(&worker.model)
+                    .unwrap_or(&ConfiguredSettings::default()),
+            );
+            let known = before
+                .get(&worker.id)
+                .map(|(_, known)| &known[..])
+                .unwrap_or_default();
+            for mismatch in mismatches
+                .iter()
+                .filter(|mismatch| !known.contains(mismatch))
+            {
+                let SettingMismatch {
+                    setting,
+                    configured,
+                    engine,
+                } = mismatch;
+                warn!(worker = %worker.id, setting, configured, engine, "engine setting differs from the configuration");
+            }
+            by_model
+                .entry(worker.model.clone())
+                .or_default()
+                .push(settings);
+            all.insert(worker.id, (settings.clone(), mismatches));
+        }
+        let common = by_model
+            .into_iter()
+            .map(|(model, all)| (model, CommonSettings::common_to(all.into_iter())))
+            .collect();
+        self.router.sources().set_engine_settings(all, common);
+        workers
+    }
+
+    /// Sets the media tokens. Event sources with changed tokens restart, because earlier events
+    /// were read with the old tokens.
+    async fn apply_fleet(&mut self, desired: Vec<Worker>) {
+        let before = self.router.fleet();
+        let change = before.reconcile(desired);
+        let fleet = Arc::new(change.fleet);
+        // Event sources stop first, because a bound socket or a slot can only be reused afterwards.
+        for member in &change.removed {
+            self.stop_source(member.rank).await;
+        }
+        for member in &change.added {
+            self.router.load().open_slot(member.slot, member.rank);
+            self.router.predictors().open_rank(member);
+            self.start_source(member);
+        }
+        self.update_capacity(&before, &change.updated);
+        if !before.is_empty() && !change.added.is_empty() && self.publisher.is_enabled() {
+            // Envoy must know new endpoints before they are chosen. Removed endpoints stay
+            // published until they are no longer chosen.
+            let receipt = self
+                .publisher
+                .publish(before.workers().chain(fleet.workers()));
+            self.publisher.wait_applied(receipt).await;
+        }
+        self.router.set_fleet(fleet.clone());
+        self.writers.publish_fleet(&fleet);
+        // No endpoint is chosen that Envoy does not know; additional endpoints do no harm.
+        let _told = self.publisher.publish(fleet.workers());
+        for member in &change.removed {
+            self.router.load().close_slot(member.slot);
+            self.router.predictors().close_rank(member);
+            self.metrics
+                .remove_rank(&RankLabels::new(member.rank, Some(member.worker.role)));
+        }
+        if let Some(sessions) = self.dispatcher.sessions() {
+            sessions.retain(|worker| fleet.worker(worker).is_some());
+        }
+        // Queued requests may have a worker now.
+        self.dispatcher.queue().wake();
+        self.report_fleet(&before, &change.added, &change.removed);
+        self.check_initial_workers(&fleet);
+    }
+
+    /// Logs a change of the fleet, and sets its gauges.
+    fn report_fleet(&self, before: &Fleet, added: &[FleetMember], removed: &[FleetMember]) {
+        let fleet = self.router.fleet();
+        let workers = fleet.workers().count();
+        if fleet.generation() != before.generation() {
+            info!(
+                generation = fleet.generation(),
+                workers,
+                added = added.len(),
+                removed = removed.len(),
+                "fleet changed"
+            );
+        }
+        let metrics = &self.metrics.workers;
+        metrics.workers.set(workers as i64);
+        metrics.fleet_generation.set(fleet.generation() as i64);
+    }
+
+    /// Ends the startup step of the initial workers when there are enough. The step of their
+    /// engine settings follows.
+    fn check_initial_workers(&mut self, fleet: &Fleet) {
+        let found = fleet.workers().count();
+        let lacks_prefill = lacks_prefill(fleet, &self.router.settings());
+        let suffice = |least: usize| found >= least && (least == 0 || !lacks_prefill);
+        if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| suffice(*least)) {
+            let workers = fleet
+                .workers()
+                .map(|worker| (worker.id, worker.endpoint))
+                .collect();
+            let ready = guard.then("engine settings of the initial workers");
+            self.pending_settings = Some(PendingEngineSettings { workers, ready });
+        }
+    }
+
+    /// Ends the startup step when the settings of all initial workers were queried, with or without
+    /// an answer. Event sources from these settings are startup steps of their own by now.
+    fn check_pending_settings(&mut self) {
+        let Some(pending) = &mut self.pending_settings else {
+            return;
+        };
+        let fleet = self.router.fleet();
+        let reports = &self.applied_reports;
+        let is_there = |engine: &EngineKey| {
+            fleet
+                .worker(engine.0)
+                .is_some_and(|worker| worker.endpoint == engine.1)
+        };
+        pending.workers.retain(|engine| {
+            is_there(engine) && !reports.is_disabled && !reports.queried.contains(engine)
+        });
+        if pending.workers.is_empty() || Instant::now() >= self.sources_deadline {
+            self.finish_startup();
+        }
+    }
+
+    /// Completes startup: later workers are not initial workers.
+    fn finish_startup(&mut self) {
+        if let Some(PendingEngineSettings { workers, ready }) = self.pending_settings.take() {
+            if workers.is_empty() {
+                ready.complete()
+            } else {
+                ready.give_up()
+            }
+        }
+        self.warm_start = None;
+    }
+
+    /// Updates the capacity of changed workers, which bounds the predicted blocks.
+    fn update_capacity(&self, before: &Fleet, changed: &[FleetMember]) {
+        let blocks = |member: &FleetMember| member.worker.capacity.total_kv_blocks;
+        let other = |member: &&FleetMember| {
+            before
+                .member(member.slot)
+                .is_none_or(|old| blocks(old) != blocks(member))
+        };
+        for member in changed.iter().filter(other) {
+            self.router.predictors().resize_rank(member);
+            self.router.set_block_limits(member);
+        }
+    }
+}
+
+/// Returns the first half of a change that adds and removes workers: the current workers without
+/// the removed ones.
+///
+/// New workers are not chosen before Envoy knows them, and meanwhile no request should go to a
+/// removed worker. Returns `None` if a model would have no worker: then one that may be gone is
+/// better than none.
+fn without_removed(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
+    let change = before.reconcile(desired.to_vec());
+    if change.added.is_empty() || change.removed.is_empty() {
+        return None;
+    }
+    let removed: HashSet<WorkerId> = change
+        .removed
+        .iter()
+        .map(|member| member.rank.worker)
+        .collect();
+    let stays =
+        |worker: &&Worker| before.worker(worker.id).is_some() && !removed.contains(&worker.id);
+    let rest: Vec<Worker> = desired.iter().filter(stays).cloned().collect();
+    let replaced = |left: &FleetMember| {
+        let like =
+            |worker: &Worker| worker.model == left.worker.model && worker.role == left.worker.role;
+        rest.iter().any(like)
+    };
+    change.removed.iter().all(replaced).then_some(rest)
+}
+
+/// Returns whether `routing.disaggregation.enforce` would reject the requests of a model that has no
+/// prefill worker.
+fn lacks_prefill(fleet: &Fleet, settings: &RouterSettings) -> bool {
+    let has_prefill = |model: &ModelName| {
+        fleet
+            .workers()
+            .any(|worker| worker.model == *model && worker.role == WorkerRole::Prefill)
+    };
+    let decoded = fleet
+        .workers()
+        .filter(|worker| worker.role == WorkerRole::Decode)
+        .map(|worker| &worker.model);
+    settings.disaggregation.enforce
+        && settings
+            .prefill_required_models
+            .iter()
+            .chain(decoded)
+            .any(|model| !has_prefill(model))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workers(list: &[(u64, &str)]) -> Vec<Worker> {
+        let mut models: Vec<&str> = list.iter().map(|(_, model)| *model).collect();
+        models.sort_unstable();
+        models.dedup();
+        let models: Vec<String> = models
+            .iter()
+            .map(|model| format!("{{name: {model}}}"))
+            .collect();
+        let list = list.iter().map(|(id, model)| {
+            let port = 8000 + id % 1000;
+            format!(
+                "{{id: {}, model: {model}, endpoint: '127.0.0.1:{port}'}}",
+                id / 1000
+            )
+        });
+        let models = models.join(", ");
+        let list = list.collect::<Vec<_>>().join(", ");
+        let text = format!("models: [{models}]\nworkers: {{list: [{list}]}}\n");
+        let config =
+            Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
+        match config.worker_source() {
+            crate::config::WorkerSource::Fixed(workers) => workers,
+            source => panic!("{source:?}"),
+        }
+    }
+
+    #[test]
+    fn removed_workers_go_first_unless_model_would_be_empty() {
+        // The id in thousands, and the port.
+        let before = workers(&[(1001, "m"), (2002, "m"), (9009, "n")]);
+        let fleet = Fleet::empty().reconcile(before).fleet;
+        type Case<'a> = (&'a [(u64, &'a str)], Option<&'a [u64]>);
+        let cases: [Case<'_>; 6] = [
+            (&[(1001, "m"), (3003, "m"), (9009, "n")], Some(&[1, 9])),
+            // One that moved leaves and comes.
+            (&[(1001, "m"), (2005, "m"), (9009, "n")], Some(&[1, 9])),
+            (&[(1001, "m"), (9009, "n")], None),
+            (&[(1001, "m"), (2002, "m"), (3003, "m"), (9009, "n")], None),
+            (&[(3003, "m"), (4004, "m"), (9009, "n")], None),
+            (&[(1001, "m"), (2002, "m"), (8008, "n")], None),
+        ];
+        for (desired, expected) in cases {
+            let rest = without_removed(&fleet, &workers(desired));
+            let ids = rest.map(|rest| rest.iter().map(|worker| worker.id.0).collect::<Vec<_>>());
+            assert_eq!(ids.as_deref(), expected, "{desired:?}");
+        }
+    }
+}

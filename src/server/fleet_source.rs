@@ -1,0 +1,164 @@
+//! Source of the fleet, which a reload may change: a fixed list, a workers file, DNS names, or
+//! pods.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use warmroute_core::engine_settings::ConfiguredSettings;
+use warmroute_core::worker::{ModelName, Worker};
+use warmroute_engines::kv_events::MediaTokens;
+use warmroute_metrics::Metrics;
+
+use crate::config::{Config, ModelConfig, WorkerSource};
+use crate::fleet::discovery::config::DiscoveryConfig;
+use crate::fleet::discovery::file::WorkersFile;
+use crate::fleet::discovery::kubernetes::{self, KubernetesRules};
+use crate::fleet::discovery::{self, WorkerModel};
+use crate::request::rewrite::{RewriteRule, RewriteTarget};
+use crate::request::{ClusterRules, SharedClusterRules};
+
+/// Media placeholder tokens by model.
+pub(super) type MediaTokensByModel = HashMap<ModelName, MediaTokens>;
+
+/// Configured engine settings by model.
+pub(super) type ConfiguredSettingsByModel = HashMap<ModelName, ConfiguredSettings>;
+
+/// Fleet source of a configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct FleetSource {
+    source: WorkerSource,
+    models: Vec<WorkerModel>,
+    follow: DiscoveryConfig,
+    media: Arc<MediaTokensByModel>,
+    configured: Arc<ConfiguredSettingsByModel>,
+}
+
+/// A complete desired fleet.
+#[derive(Clone, Debug)]
+pub(super) struct DesiredFleet {
+    pub(super) workers: Vec<Worker>,
+    /// Media tokens for the events of new workers, and of the others if they changed.
+    pub(super) media: Arc<MediaTokensByModel>,
+    /// Configured settings that engines may report differently.
+    pub(super) configured: Arc<ConfiguredSettingsByModel>,
+}
+
+impl From<&Config> for FleetSource {
+    fn from(config: &Config) -> Self {
+        let media = config
+            .models
+            .iter()
+            .map(|model| (model.name.clone(), model.media_tokens()))
+            .collect();
+        let configured = |model: &ModelConfig| ConfiguredSettings {
+            block_size: model.block_size,
+            media_model: model
+                .multimodal
+                .as_ref()
+                .and_then(|media| media.model.clone()),
+        };
+        let configured = config
+            .models
+            .iter()
+            .map(|model| (model.name.clone(), configured(model)))
+            .collect();
+        Self {
+            source: config.worker_source(),
+            models: config.served_models(),
+            follow: config.workers.file_watch.clone(),
+            media: Arc::new(media),
+            configured: Arc::new(configured),
+        }
+    }
+}
+
+/// Follows the configured source until its sender is dropped, and sends each fleet to `desired`.
+pub(super) async fn follow_fleet_source(
+    mut source: watch::Receiver<FleetSource>,
+    desired: mpsc::UnboundedSender<DesiredFleet>,
+    cluster: SharedClusterRules,
+    metrics: Arc<Metrics>,
+) -> anyhow::Result<()> {
+    loop {
+        let now = source.borrow_and_update().clone();
+        tokio::select! {
+            never = run_source(now, &desired, &cluster, &metrics) => match never? {},
+            changed = source.changed() => changed?,
+        }
+    }
+}
+
+async fn run_source(
+    source: FleetSource,
+    desired: &mpsc::UnboundedSender<DesiredFleet>,
+    cluster: &SharedClusterRules,
+    metrics: &Arc<Metrics>,
+) -> anyhow::Result<Infallible> {
+    if !matches!(source.source, WorkerSource::Kubernetes(_)) {
+        cluster.store(Arc::default());
+    }
+    let media = source.media;
+    let configured = source.configured;
+    // If the controller is gone, the process is shutting down.
+    let send = |workers| {
+        _ = desired.send(DesiredFleet {
+            workers,
+            media: media.clone(),
+            configured: configured.clone(),
+        })
+    };
+    match source.source {
+        WorkerSource::Fixed(workers) => {
+            send(workers);
+            std::future::pending().await
+        }
+        WorkerSource::File(path) => {
+            let file = WorkersFile {
+                path,
+                models: source.models,
+                settings: source.follow,
+            };
+            Ok(discovery::file::watch(file, metrics.clone(), send).await)
+        }
+        WorkerSource::Kubernetes(pools) => {
+            let rules = kubernetes::watch_rules(&pools, |rules| {
+                cluster.store(Arc::new(cluster_rules(rules)))
+            });
+            tokio::select! {
+                never = kubernetes::watch(pools.clone(), source.models, metrics.clone(), send) => never,
+                never = rules => never,
+            }
+        }
+        WorkerSource::Dns(names) => {
+            discovery::dns::watch(names, source.models, metrics.clone(), send).await
+        }
+    }
+}
+
+/// Converts the Kubernetes rules for the preprocessor.
+fn cluster_rules(rules: KubernetesRules) -> ClusterRules {
+    let shown = serde_json::to_value(&rules).unwrap_or_default();
+    let name = |name: String| ModelName::from(name.as_str());
+    let target = |(model, weight)| RewriteTarget {
+        model: name(model),
+        weight,
+    };
+    let objectives = rules
+        .objectives
+        .into_iter()
+        .map(|objective| (objective.pool, objective.name, objective.priority));
+    let rewrites = rules.rewrites.into_iter().map(|rule| {
+        let models = rule.models.into_iter().map(name);
+        let to = rule.to.into_iter().map(target);
+        (
+            rule.pool,
+            RewriteRule {
+                models: models.collect(),
+                targets: to.collect(),
+            },
+        )
+    });
+    ClusterRules::new(objectives, rewrites).with_status(shown)
+}

@@ -1,0 +1,138 @@
+//! Health checks of ejected workers. An engine that recovers is used again within seconds, without
+//! a client's request as a probe.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::{self, StreamExt as _};
+use tokio::sync::watch;
+use tracing::info;
+use warmroute_core::router::Router;
+use warmroute_core::worker::WorkerId;
+use warmroute_engines::engine_client::config::EnginesConfig;
+use warmroute_engines::engine_client::{EngineClient, EngineError};
+use warmroute_runtime::lifecycle::supervise;
+
+use super::App;
+use super::reload::ReloadCandidate;
+use crate::config::Config;
+
+/// Interval between checks of a worker.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Timeout of a check.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// Maximum number of concurrent checks.
+const CONCURRENCY: usize = 64;
+
+/// Engine client and addresses.
+#[derive(Clone)]
+struct HealthCheckClient {
+    engines: EnginesConfig,
+    client: EngineClient,
+}
+
+impl App {
+    /// Starts the health checks.
+    pub(super) fn start_health_checks(&mut self, config: &Config, router: &Arc<Router>) {
+        let access = HealthCheckClient {
+            engines: config.engines.http.clone(),
+            client: self.reloader.client(),
+        };
+        let (access_tx, access_rx) = watch::channel(access);
+        self.reloader
+            .register("health checks", move |next: &ReloadCandidate| {
+                let access = HealthCheckClient {
+                    engines: next.config.engines.http.clone(),
+                    client: next.client.clone(),
+                };
+                let access_tx = access_tx.clone();
+                Ok(Box::new(move || _ = access_tx.send_replace(access)))
+            });
+        let router = router.clone();
+        let metrics = self.reloader.metrics.clone();
+        let stop = self.stop.clone();
+        self.background.spawn(async move {
+            supervise("health checks", &metrics, stop, || {
+                run(router.clone(), access_rx.clone())
+            })
+            .await;
+        });
+    }
+}
+
+async fn run(
+    router: Arc<Router>,
+    access: watch::Receiver<HealthCheckClient>,
+) -> anyhow::Result<()> {
+    let mut ticks = tokio::time::interval(INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let access = access.borrow().clone();
+        let checks = router
+            .ejected_workers()
+            .into_iter()
+            .map(|worker| check(&router, &access, worker));
+        stream::iter(checks)
+            .buffer_unordered(CONCURRENCY)
+            .collect::<()>()
+            .await;
+    }
+}
+
+/// Checks one worker. A response that does not show the health of the engine has no effect.
+async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
+    let Some(worker) = router.fleet().worker(id).cloned() else {
+        return;
+    };
+    let engine = access.engines.url(worker.endpoint);
+    let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
+    let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else {
+        return;
+    };
+    if router.on_health_check(id, is_healthy) {
+        info!(worker = %id, "health check of ejected worker passed; the next request may probe it");
+    }
+}
+
+fn is_healthy(answer: &Result<(), EngineError>) -> Option<bool> {
+    match answer {
+        Ok(()) => Some(true),
+        Err(
+            EngineError::Unreachable(_)
+            | EngineError::Timeout
+            | EngineError::Status { status: 500.., .. },
+        ) => Some(false),
+        Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn responses_unrelated_to_health_are_ignored() {
+        let status = |status| {
+            Err(EngineError::Status {
+                status,
+                message: None,
+            })
+        };
+        let cases = [
+            (Ok(()), Some(true)),
+            (
+                Err(EngineError::Unreachable("refused".to_owned())),
+                Some(false),
+            ),
+            (Err(EngineError::Timeout), Some(false)),
+            (status(503), Some(false)),
+            (status(401), None),
+            (Err(EngineError::NotOffered(404)), None),
+            (Err(EngineError::Busy), None),
+        ];
+        for (answer, expected) in cases {
+            assert_eq!(is_healthy(&answer), expected, "{answer:?}");
+        }
+    }
+}

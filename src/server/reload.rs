@@ -1,0 +1,402 @@
+//! Configuration reload.
+//!
+//! Everything that can fail comes first and changes nothing: reading, checks, loading tokenizers,
+//! preparing each participant. Then all participants switch without a pause. Settings that require
+//! a restart are logged.
+
+use std::path::PathBuf;
+use std::slice;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context as _;
+use arc_swap::ArcSwap;
+use serde_json::{Value, json};
+use tokio::sync::{Mutex, Notify};
+use tracing::{error, info, warn};
+use warmroute_core::router::Router;
+use warmroute_core::worker::ModelName;
+use warmroute_engines::engine_client::EngineClient;
+use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
+use warmroute_settings::{ConfigError, Problem, Step};
+use warmroute_tokens::prompt::Encoder;
+
+use super::encoders::{EncoderRegistry, LoadedModels};
+use super::parts::{self, PreprocessorDeps};
+use super::self_test_subjects::{self, Subjects};
+use crate::cluster::remote_index::RemoteIndexClient;
+use crate::config::{Adopted, Config};
+use crate::request::{RequestPreprocessor, SharedClusterRules};
+
+/// Input of the participants.
+pub(super) struct ReloadCandidate {
+    pub(super) config: Arc<Config>,
+    /// Preprocessor of the new configuration.
+    pub(super) preprocessor: Arc<RequestPreprocessor>,
+    /// Engine client.
+    pub(super) client: EngineClient,
+    /// Self-test subjects.
+    pub(super) subjects: Arc<Subjects>,
+}
+
+/// Second half of a reload, which cannot fail.
+pub(super) type ReloadCommit = Box<dyn FnOnce() + Send>;
+
+/// First half of a reload, which may fail and changes nothing.
+type ReloadPrepare = Box<dyn Fn(&ReloadCandidate) -> anyhow::Result<ReloadCommit> + Send + Sync>;
+
+/// Reads the configuration file and applies command-line overrides.
+pub type ReadConfig = Box<dyn Fn() -> Result<Config, Vec<ConfigError>> + Send + Sync>;
+
+/// Outcome of a reload.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReloadOutcome {
+    /// The new configuration is in use.
+    Applied {
+        /// Changed keys.
+        changed: Vec<String>,
+        /// Changed keys that require a restart.
+        needs_restart: Vec<String>,
+    },
+    /// No reloadable key has changed.
+    Unchanged {
+        /// Changed keys that require a restart.
+        needs_restart: Vec<String>,
+    },
+    /// Rejected for these reasons; the current configuration stays in use.
+    Invalid(Vec<String>),
+}
+
+/// Applies configuration changes to the running process.
+pub struct Reloader {
+    pub(super) metrics: Arc<Metrics>,
+    router: Arc<Router>,
+    /// Rules of the Kubernetes cluster, independent of reloads.
+    pub(super) cluster: SharedClusterRules,
+    /// Client of the remote index, independent of reloads.
+    pub(super) index_client: Option<Arc<RemoteIndexClient>>,
+    encoders: EncoderRegistry,
+    client: ArcSwap<EngineClient>,
+    subjects: ArcSwap<Subjects>,
+    participants: parking_lot::Mutex<Vec<(&'static str, ReloadPrepare)>>,
+    running: ArcSwap<Config>,
+    /// Configuration on the status page.
+    status: Arc<ArcSwap<Value>>,
+    /// Number of the configuration in use; locked during a reload.
+    generation: Mutex<u64>,
+}
+
+impl Reloader {
+    /// Creates the reloader with the initial configuration.
+    pub(super) fn new(
+        config: Arc<Config>,
+        router: Arc<Router>,
+        metrics: Arc<Metrics>,
+    ) -> anyhow::Result<Self> {
+        let client = ArcSwap::from_pointee(EngineClient::new(&config.engines.http)?);
+        let index_client = parts::index_client(&config, &metrics)
+            .context("remote index client cannot be created")?;
+        let shown = Arc::new(ArcSwap::from_pointee(status_page(1, &config, &[])));
+        metrics.config.generation.set(1);
+        record_valid_read(&metrics);
+        let encoders = EncoderRegistry::new(&metrics);
+        let parts = parking_lot::Mutex::default();
+        Ok(Self {
+            metrics,
+            router,
+            cluster: SharedClusterRules::default(),
+            index_client,
+            encoders,
+            client,
+            subjects: ArcSwap::default(),
+            participants: parts,
+            running: ArcSwap::new(config),
+            status: shown,
+            generation: Mutex::new(1),
+        })
+    }
+
+    /// Registers a participant.
+    pub(super) fn register(
+        &self,
+        name: &'static str,
+        prepare: impl Fn(&ReloadCandidate) -> anyhow::Result<ReloadCommit> + Send + Sync + 'static,
+    ) {
+        self.participants.lock().push((name, Box::new(prepare)));
+    }
+
+    /// Returns the tokenizers in use, by model.
+    pub(super) fn tokenizers(&self) -> Vec<(ModelName, Arc<Encoder>)> {
+        self.encoders.by_model()
+    }
+
+    /// Returns the router, which is independent of reloads.
+    pub(super) fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
+    /// Returns the configuration in use.
+    pub(super) fn running(&self) -> Arc<Config> {
+        self.running.load_full()
+    }
+
+    /// Returns the configuration for the status page.
+    pub(super) fn status(&self) -> Arc<ArcSwap<Value>> {
+        self.status.clone()
+    }
+
+    /// Engine client.
+    pub(super) fn client(&self) -> EngineClient {
+        EngineClient::clone(&self.client.load())
+    }
+
+    /// Self-test subjects.
+    pub(super) fn subjects(&self) -> Arc<Subjects> {
+        self.subjects.load_full()
+    }
+
+    /// Loads the models of the initial configuration with tokenizers and self-test subjects.
+    pub(super) async fn load_models(&self) -> anyhow::Result<crate::request::ModelRegistry> {
+        let config = self.running();
+        let loaded = self.encoders.load(&config).await?;
+        self.subjects.store(Arc::new(
+            self_test_subjects::load(&config, &loaded.models, &Subjects::new()).await?,
+        ));
+        self.encoders.commit(&loaded);
+        Ok(loaded.models)
+    }
+
+    /// Applies a configuration that was read.
+    pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> ReloadOutcome {
+        let mut generation = self.generation.lock().await;
+        let outcome = match self.attempt(read, *generation + 1).await {
+            Ok(reloaded) => {
+                record_valid_read(&self.metrics);
+                reloaded
+            }
+            Err(mistakes) => {
+                self.metrics.config.last_reload_successful.set(0);
+                ReloadOutcome::Invalid(mistakes)
+            }
+        };
+        if matches!(outcome, ReloadOutcome::Applied { .. }) {
+            *generation += 1;
+        }
+        self.report(&outcome, *generation);
+        outcome
+    }
+
+    async fn attempt(
+        &self,
+        read: Result<Config, Vec<ConfigError>>,
+        next: u64,
+    ) -> Result<ReloadOutcome, Vec<String>> {
+        let read =
+            read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        let unfit = |problems: Vec<Problem>| {
+            let text = |problem: Problem| {
+                let trail: Vec<String> = problem.trail.iter().map(path_step).collect();
+                format!(
+                    "`{}` does not work with settings that only a restart changes: {}",
+                    trail.join("."),
+                    problem.text
+                )
+            };
+            problems.into_iter().map(text).collect::<Vec<_>>()
+        };
+        let running = self.running();
+        let Adopted {
+            config,
+            changed,
+            needs_restart,
+        } = running.adopt(&read).map_err(unfit)?;
+        let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
+        let config = Arc::new(config);
+        let failed = |error: anyhow::Error| vec![format!("{error:#}")];
+        let loaded = self.encoders.load(&config).await.map_err(failed)?;
+        let other_files = self.encoders.differs_from(&loaded);
+        let candidate = self
+            .build_candidate(&config, &loaded)
+            .await
+            .map_err(failed)?;
+        let switches = self.prepare(&candidate).map_err(failed)?;
+        switches.into_iter().for_each(|switch| switch());
+        self.encoders.commit(&loaded);
+        self.metrics
+            .config
+            .pending_restart_keys
+            .set(pending.len() as i64);
+        if !pending.is_empty() {
+            warn!(
+                changes = pending.join(", "),
+                "config reload: some changes need a restart"
+            );
+        }
+        self.client.store(Arc::new(candidate.client));
+        self.subjects.store(candidate.subjects);
+        if changed.is_empty() && !other_files {
+            self.status
+                .store(Arc::new(status_page(next - 1, &config, &needs_restart)));
+            return Ok(ReloadOutcome::Unchanged { needs_restart });
+        }
+        self.status
+            .store(Arc::new(status_page(next, &config, &needs_restart)));
+        self.running.store(config);
+        Ok(ReloadOutcome::Applied {
+            changed,
+            needs_restart,
+        })
+    }
+
+    async fn build_candidate(
+        &self,
+        config: &Arc<Config>,
+        loaded: &LoadedModels,
+    ) -> anyhow::Result<ReloadCandidate> {
+        let client = self
+            .client
+            .load()
+            .with_config(&config.engines.http)
+            .context("engine client cannot be created")?;
+        let deps = PreprocessorDeps {
+            cluster: &self.cluster,
+            client: &client,
+            router: &self.router,
+            metrics: &self.metrics,
+            remote_index: self.index_client.clone(),
+        };
+        Ok(ReloadCandidate {
+            preprocessor: parts::preprocessor(config, loaded.models.clone(), deps)?,
+            subjects: Arc::new(
+                self_test_subjects::load(config, &loaded.models, &self.subjects.load()).await?,
+            ),
+            config: config.clone(),
+            client,
+        })
+    }
+
+    fn prepare(&self, next: &ReloadCandidate) -> anyhow::Result<Vec<ReloadCommit>> {
+        let prepared = |(name, prepare): &(&'static str, ReloadPrepare)| {
+            prepare(next).with_context(|| format!("{name} cannot be reloaded"))
+        };
+        self.participants.lock().iter().map(prepared).collect()
+    }
+
+    fn report(&self, outcome: &ReloadOutcome, generation: u64) {
+        let label = match outcome {
+            ReloadOutcome::Applied { changed, .. } => {
+                info!(
+                    generation,
+                    changed = changed.join(" "),
+                    "config reload applied"
+                );
+                "applied"
+            }
+            ReloadOutcome::Unchanged { needs_restart } => {
+                if needs_restart.is_empty() {
+                    info!(generation, "config reload: nothing changed");
+                }
+                "unchanged"
+            }
+            ReloadOutcome::Invalid(mistakes) => {
+                for mistake in mistakes {
+                    error!(generation, "config reload rejected: {mistake}");
+                }
+                "invalid"
+            }
+        };
+        self.metrics
+            .config
+            .generation
+            .set(i64::try_from(generation).unwrap_or(i64::MAX));
+        self.metrics
+            .config
+            .reloads
+            .get_or_create(&OutcomeLabel { outcome: label })
+            .inc();
+    }
+}
+
+/// Follows the file, and reloads it on request.
+pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> anyhow::Result<()> {
+    let watcher = FileWatcher::new(slice::from_ref(&file.path));
+    let mut requested = false;
+    loop {
+        let settings = reloader.running().process.reload.clone();
+        let now = tokio::fs::read(&file.path).await.ok();
+        let differs =
+            settings.watch && std::mem::replace(&mut *file.last_bytes.lock(), now.clone()) != now;
+        if requested || differs {
+            let reading = file.clone();
+            let read = tokio::task::spawn_blocking(move || (reading.read)()).await?;
+            reloader.reload(read).await;
+        }
+        let timing = FileWatchTiming {
+            poll: settings.poll_interval.get(),
+            debounce: settings.debounce.get(),
+        };
+        requested = tokio::select! {
+            () = file.reload_requested.notified() => true,
+            () = watcher.changed(timing), if settings.watch => false,
+        };
+    }
+}
+
+/// Configuration file of the process.
+pub struct ConfigFile {
+    /// Path.
+    pub path: PathBuf,
+    /// Reads and checks the file.
+    pub read: ReadConfig,
+    /// Requests a reload.
+    pub reload_requested: Arc<Notify>,
+    /// Bytes of the last read, to detect changes.
+    pub last_bytes: parking_lot::Mutex<Option<Vec<u8>>>,
+}
+
+fn path_step(step: &Step) -> String {
+    match step {
+        Step::Key(key) => key.clone(),
+        Step::At(at) => at.to_string(),
+    }
+}
+
+/// Records a valid read.
+fn record_valid_read(metrics: &Metrics) {
+    metrics.config.last_reload_successful.set(1);
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64());
+    metrics
+        .config
+        .last_reload_success_timestamp_seconds
+        .set(now);
+}
+
+/// Returns the keys that require a restart, with the running and the new value where these are
+/// short.
+fn pending_changes(keys: &[String], running: &Value, file: &Value) -> Vec<String> {
+    let value_at = |config: &Value, key: &str| {
+        let value = config
+            .pointer(&format!("/{}", key.replace('.', "/")))
+            .unwrap_or(&Value::Null);
+        (!value.is_object() && !value.is_array()).then(|| {
+            value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned)
+        })
+    };
+    let described = |key: &String| match (value_at(running, key), value_at(file, key)) {
+        (Some(running), Some(file)) => format!("{key} (running {running}, file {file})"),
+        _ => key.clone(),
+    };
+    keys.iter().map(described).collect()
+}
+
+fn status_page(generation: u64, config: &Config, needs_restart: &[String]) -> Value {
+    json!({"generation": generation, "needs_restart": needs_restart, "config": config.to_json()})
+}
+
+#[cfg(test)]
+mod tests;

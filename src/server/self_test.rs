@@ -1,0 +1,496 @@
+//! Periodic comparison of tokens with the engines: canaries when a worker joins, when it may have
+//! been restarted, and after each interval; and the KV events of completed requests.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::stream::{self, StreamExt as _};
+use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
+use tracing::{info, warn};
+use warmroute_core::parity::{
+    BlockEvidence, CanaryVerdict, ParityChange, ParityCheck, ParityStatus,
+};
+use warmroute_core::router::Router;
+use warmroute_core::worker::{ModelName, Worker, WorkerId};
+use warmroute_engines::engine_client::config::EnginesConfig;
+use warmroute_engines::engine_client::{EngineClient, EngineUrl};
+use warmroute_metrics::{Metrics, ModelLabel, ModelOutcomeLabels};
+use warmroute_runtime::lifecycle::supervise;
+
+use super::App;
+use super::incarnation::{self, Incarnation, REQUERY_DELAY};
+use super::reload::ReloadCandidate;
+use super::self_test_subjects::Subjects;
+use crate::config::Config;
+use crate::self_test::CanarySuite;
+use crate::self_test::config::SelfTestConfig;
+
+/// Interval of checks for due workers and requests.
+const SCAN_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Maximum number of concurrent tests.
+const MAX_CONCURRENT_TESTS: usize = 4;
+
+/// Configuration of the self-test.
+struct SelfTestPlan {
+    config: SelfTestConfig,
+    engines: EnginesConfig,
+    client: EngineClient,
+    subjects: Arc<Subjects>,
+}
+
+impl SelfTestPlan {
+    fn is_equivalent(&self, other: &Self) -> bool {
+        let known = |(name, subject): (&ModelName, &Arc<CanarySuite>)| {
+            other
+                .subjects
+                .get(name)
+                .is_some_and(|other| Arc::ptr_eq(subject, other))
+        };
+        let same = self.subjects.len() == other.subjects.len() && self.subjects.iter().all(known);
+        same && self.config == other.config
+            && self.engines == other.engines
+            && self.client.is_same(&other.client)
+    }
+}
+
+/// Test state of a worker.
+struct SelfTestTarget {
+    incarnation: Incarnation,
+    /// Time of the next test.
+    next_test: Instant,
+    /// Time of the last test.
+    last_test: Option<Instant>,
+}
+
+struct SelfTestRunner {
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    targets: HashMap<WorkerId, SelfTestTarget>,
+    /// Completed requests to be checked, oldest first, with their completion time.
+    pending_checks: VecDeque<(Instant, ModelName, ParityCheck)>,
+}
+
+impl App {
+    /// Starts the self-test.
+    pub(super) fn start_self_test(&mut self, config: &Config, router: &Arc<Router>) {
+        let task = |config: &Config, client: EngineClient, subjects: Arc<Subjects>| {
+            Arc::new(SelfTestPlan {
+                config: config.engines.parity_check.clone(),
+                engines: config.engines.http.clone(),
+                client,
+                subjects,
+            })
+        };
+        let (tasks, task_of_runner) = watch::channel(task(
+            config,
+            self.reloader.client(),
+            self.reloader.subjects(),
+        ));
+        self.reloader
+            .register("self_test", move |next: &ReloadCandidate| {
+                let tasks = tasks.clone();
+                let task = task(&next.config, next.client.clone(), next.subjects.clone());
+                Ok(Box::new(move || {
+                    tasks.send_if_modified(|running| {
+                        let changed = !running.is_equivalent(&task);
+                        *running = task;
+                        changed
+                    });
+                }))
+            });
+        let router = router.clone();
+        let metrics = self.reloader.metrics.clone();
+        let stop = self.stop.clone();
+        self.background.spawn(async move {
+            supervise("self_test", &metrics, stop, || {
+                let runner = SelfTestRunner::new(router.clone(), metrics.clone());
+                runner.run(task_of_runner.clone())
+            })
+            .await;
+        });
+    }
+}
+
+impl SelfTestRunner {
+    fn new(router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
+        Self {
+            router,
+            metrics,
+            targets: HashMap::new(),
+            pending_checks: VecDeque::new(),
+        }
+    }
+
+    async fn run(mut self, mut tasks: watch::Receiver<Arc<SelfTestPlan>>) -> anyhow::Result<()> {
+        let mut tick = tokio::time::interval(SCAN_INTERVAL);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Tests wait for engines, but the checks of real requests must not wait for tests.
+        let mut tests = None;
+        let mut subjects = tasks.borrow().subjects.clone();
+        loop {
+            tokio::select! {
+                _ = tick.tick() => {}
+                tested = finish_tests(&mut tests), if tests.is_some() => self.apply_results(tested),
+                changed = tasks.changed() => {
+                    changed?;
+                    // Tokenizers or connections have changed, so results of running tests are
+                    // obsolete.
+                    self.targets.clear();
+                    tests = None;
+                }
+            }
+            // The value is not marked as seen, so that a concurrent change triggers another
+            // iteration.
+            let task = tasks.borrow().clone();
+            self.reset_changed_subjects(
+                &std::mem::replace(&mut subjects, task.subjects.clone()),
+                &task.subjects,
+            );
+            if tests.is_none() {
+                let due = self.due_workers(&task);
+                if !due.is_empty() {
+                    tests = Some(Box::pin(run_tests(task.clone(), due)));
+                }
+            }
+            self.check_events(&task.config);
+            self.publish_metrics();
+        }
+    }
+
+    /// Clears the findings of models whose tokens have changed.
+    fn reset_changed_subjects(&self, before: &Arc<Subjects>, now: &Arc<Subjects>) {
+        if Arc::ptr_eq(before, now) {
+            return;
+        }
+        for (name, subject) in before.iter() {
+            let others = now
+                .get(name)
+                .is_some_and(|now| !now.shares_encoder(subject));
+            if let Some(standing) = self.router.parity().model_status(name).filter(|_| others) {
+                log_change(name, None, standing.clear_canaries(), "tokenizer changed");
+                log_change(name, None, standing.clear_events(), "tokenizer changed");
+            }
+        }
+    }
+
+    /// Returns the workers to test now.
+    fn due_workers(&mut self, task: &SelfTestPlan) -> Vec<Arc<Worker>> {
+        let fleet = self.router.fleet();
+        let now = Instant::now();
+        let out = incarnation::ejected_workers(&self.router);
+        self.targets.retain(|id, _| fleet.worker(*id).is_some());
+        for (model, standing) in self.router.parity().statuses() {
+            let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
+            log_change(&model, None, standing.retain(serves), "fleet changed");
+            if !task.subjects.contains_key(&model) {
+                log_change(&model, None, standing.clear_canaries(), "canaries disabled");
+            }
+            if !task.config.sample_requests {
+                log_change(
+                    &model,
+                    None,
+                    standing.clear_events(),
+                    "event checks disabled",
+                );
+            }
+        }
+        let tested = fleet
+            .workers()
+            .filter(|worker| task.subjects.contains_key(&worker.model));
+        let mut due = Vec::new();
+        for worker in tested {
+            let incarnation = Incarnation::of(worker, &self.router, &out);
+            let known = self
+                .targets
+                .entry(worker.id)
+                .or_insert_with(|| SelfTestTarget {
+                    incarnation: incarnation.clone(),
+                    next_test: now,
+                    last_test: None,
+                });
+            if incarnation.may_differ_from(&known.incarnation) {
+                known.next_test = known.next_test.min(
+                    now + incarnation::requery_delay(known.last_test.map(|tested| now - tested)),
+                );
+                if let Some(standing) = self.router.parity().model_status(&worker.model) {
+                    standing.mark_restarted(worker.id);
+                }
+            }
+            known.incarnation = incarnation;
+            if known.next_test <= now && !known.incarnation.is_ejected {
+                (known.next_test, known.last_test) = (now + task.config.interval.get(), Some(now));
+                due.push(worker.clone());
+            }
+        }
+        due
+    }
+
+    /// Stores test results.
+    fn apply_results(&mut self, tested: Vec<SelfTestResult>) {
+        for SelfTestResult { worker, verdict } in tested {
+            let Some(standing) = self.router.parity().model_status(&worker.model) else {
+                continue;
+            };
+            let before = standing
+                .parity()
+                .workers
+                .get(&worker.id)
+                .cloned()
+                .unwrap_or_default()
+                .canaries;
+            let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
+            self.metrics.parity.checks.get_or_create(&labels).inc();
+            if let (
+                CanaryVerdict::CannotTest {
+                    is_transient: true, ..
+                },
+                Some(known),
+            ) = (&verdict, self.targets.get_mut(&worker.id))
+            {
+                known.next_test = known.next_test.min(Instant::now() + REQUERY_DELAY);
+            }
+            let change = standing.record_canaries(worker.id, verdict.clone());
+            if before != verdict {
+                self.report(&worker, &before, &verdict);
+            }
+            log_change(&worker.model, Some(worker.id), change, "canaries");
+        }
+    }
+
+    fn report(&self, worker: &Worker, before: &CanaryVerdict, verdict: &CanaryVerdict) {
+        let model = &worker.model;
+        let id = worker.id;
+        match verdict {
+            CanaryVerdict::Differs { difference } => {
+                self.count_mismatch(model);
+                let d = &**difference;
+                warn!(
+                    %model,
+                    worker = %id,
+                    canary = d.canary.as_deref().unwrap_or_default(),
+                    position = d.at,
+                    block = d.block,
+                    ours = ?d.ours,
+                    theirs = ?d.theirs,
+                    our_text = ?d.our_text.as_deref().unwrap_or_default(),
+                    their_text = ?d.their_text.as_deref().unwrap_or_default(),
+                    "engine tokens differ; compare tokenizer, chat template and settings of the model"
+                );
+            }
+            CanaryVerdict::Agrees { compared, skipped } => {
+                let skipped = skipped
+                    .keys()
+                    .map(String::as_str)
+                    .collect::<Vec<_>>()
+                    .join(" ");
+                info!(%model, worker = %id, compared, skipped, "engine tokens match");
+            }
+            // Logged once, because a starting worker is queried often.
+            CanaryVerdict::CannotTest { why, .. }
+                if !matches!(before, CanaryVerdict::CannotTest { .. }) =>
+            {
+                info!(%model, worker = %id, why, "engine tokens cannot be compared");
+            }
+            CanaryVerdict::CannotTest { .. } | CanaryVerdict::Untested => {}
+        }
+    }
+
+    fn count_mismatch(&self, model: &ModelName) {
+        self.metrics
+            .parity
+            .mismatches
+            .get_or_create(&ModelLabel::from(model))
+            .inc();
+    }
+
+    /// Checks the KV events of requests that completed some time ago.
+    fn check_events(&mut self, config: &SelfTestConfig) {
+        let now = Instant::now();
+        for (model, standing) in self.router.parity().statuses() {
+            let ready = standing.take_ready_checks();
+            self.pending_checks.extend(
+                ready
+                    .into_iter()
+                    .map(|sighting| (now, model.clone(), sighting)),
+            );
+        }
+        if !config.sample_requests {
+            self.pending_checks.clear();
+        }
+        while let Some((since, ..)) = self.pending_checks.front()
+            && since.elapsed() >= config.event_delay.get()
+            && let Some((_, model, sighting)) = self.pending_checks.pop_front()
+        {
+            let worker = sighting.rank().worker;
+            let found = self.router.evaluate_parity_check(sighting);
+            let outcome = match found {
+                None => "unknown",
+                Some((BlockEvidence::Confirmed, _)) => "confirmed",
+                Some((BlockEvidence::Unconfirmed { .. }, _)) => "unconfirmed",
+            };
+            self.metrics
+                .parity
+                .event_checks
+                .get_or_create(&ModelOutcomeLabels::new(&model, outcome))
+                .inc();
+            let Some((evidence, change)) = found else {
+                continue;
+            };
+            if let (
+                BlockEvidence::Unconfirmed { block },
+                ParityChange::Distrusted | ParityChange::Differs,
+            ) = (evidence, change)
+            {
+                self.count_mismatch(&model);
+                warn!(
+                    %model,
+                    %worker,
+                    block,
+                    "KV events do not contain the blocks of several consecutive requests, but other blocks"
+                );
+            }
+            log_change(&model, Some(worker), change, "events");
+        }
+    }
+
+    fn publish_metrics(&self) {
+        for (model, standing) in self.router.parity().statuses() {
+            let mistrusted = i64::from(standing.is_mistrusted());
+            self.metrics
+                .parity
+                .tokens_disabled
+                .get_or_create(&ModelLabel::from(&model))
+                .set(mistrusted);
+            self.publish_worker_counts(&model, &standing);
+        }
+    }
+
+    fn publish_worker_counts(&self, model: &ModelName, standing: &ParityStatus) {
+        let parity = standing.parity();
+        for label in ["untested", "agrees", "differs", "cannot_test"] {
+            let workers = parity
+                .workers
+                .values()
+                .filter(|verdict| verdict.label() == label)
+                .count();
+            let labels = ModelOutcomeLabels::new(model, label);
+            self.metrics
+                .parity
+                .workers
+                .get_or_create(&labels)
+                .set(workers as i64);
+        }
+    }
+}
+
+/// Result of testing one worker.
+struct SelfTestResult {
+    worker: Arc<Worker>,
+    verdict: CanaryVerdict,
+}
+
+type RunningTests = std::pin::Pin<Box<dyn Future<Output = Vec<SelfTestResult>> + Send>>;
+
+/// Waits for the running tests.
+async fn finish_tests(tests: &mut Option<RunningTests>) -> Vec<SelfTestResult> {
+    let Some(running) = tests else {
+        return Vec::new();
+    };
+    let tested = running.await;
+    *tests = None;
+    tested
+}
+
+async fn run_tests(task: Arc<SelfTestPlan>, due: Vec<Arc<Worker>>) -> Vec<SelfTestResult> {
+    let one = |worker: Arc<Worker>| {
+        let task = task.clone();
+        async move {
+            let url: EngineUrl = task.engines.url(worker.endpoint);
+            let subject = task.subjects.get(&worker.model)?;
+            let verdict = subject
+                .compare(&task.client, &url, task.config.timeout.get())
+                .await;
+            Some(SelfTestResult { worker, verdict })
+        }
+    };
+    stream::iter(due)
+        .map(one)
+        .buffer_unordered(MAX_CONCURRENT_TESTS)
+        .filter_map(std::future::ready)
+        .collect()
+        .await
+}
+
+/// Logs the consequence of a result.
+fn log_change(model: &ModelName, worker: Option<WorkerId>, change: ParityChange, by: &str) {
+    let worker = worker.map(tracing::field::display);
+    match change {
+        ParityChange::None => {}
+        ParityChange::Differs => {
+            warn!(%model, worker, by, "token mismatch of one worker; its requests are routed by load")
+        }
+        ParityChange::Agrees => {
+            info!(%model, worker, by, "tokens match again; requests to this worker are routed by prefix")
+        }
+        ParityChange::Distrusted => {
+            warn!(%model, by, "token mismatch of the model; requests are routed by load or with engine tokens");
+        }
+        ParityChange::Trusted => {
+            info!(%model, by, "tokens match again; requests are routed by prefix")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use warmroute_core::index::PrefixIndex;
+    use warmroute_core::load::LoadTracker;
+    use warmroute_core::router::RouterSettings;
+    use warmroute_core::worker::BlockSize;
+
+    #[test]
+    fn only_retryable_failures_are_retested_soon() {
+        let load = LoadTracker::new(Instant::now);
+        let router = Arc::new(Router::new(
+            PrefixIndex::new(),
+            load,
+            RouterSettings::default(),
+            1,
+        ));
+        router.parity().configure([("m".into(), Arc::default())]);
+        let mut runner = SelfTestRunner::new(router.clone(), Arc::new(Metrics::new()));
+        let endpoint = "127.0.0.1:8000".parse().unwrap();
+        let worker = Arc::new(Worker::new(
+            WorkerId(1),
+            endpoint,
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        ));
+        for passes in [false, true] {
+            let due = Instant::now() + Duration::from_secs(300);
+            let incarnation =
+                Incarnation::of(&worker, &router, &incarnation::ejected_workers(&router));
+            runner.targets.insert(
+                worker.id,
+                SelfTestTarget {
+                    incarnation,
+                    next_test: due,
+                    last_test: None,
+                },
+            );
+            let verdict = CanaryVerdict::CannotTest {
+                why: String::new(),
+                is_transient: passes,
+            };
+            runner.apply_results(vec![SelfTestResult {
+                worker: worker.clone(),
+                verdict,
+            }]);
+            assert_eq!(runner.targets[&worker.id].next_test < due, passes);
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Servers of the process: health, admin pages, xDS, ext_proc and API.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tonic::service::Routes;
+use warmroute_runtime::lifecycle::supervise;
+
+use super::ext_proc_factory::ExtProcFactory;
+use super::listeners::{GrpcListener, ListenerFactory};
+use super::reload::ReloadCandidate;
+use super::reloadable_service::ReloadableService;
+use super::{App, LOADING, unix_socket};
+use crate::admin::explain::ExplainContext;
+use crate::admin::{self, AdminState};
+use crate::api::{self, ApiConfig, ApiService};
+use crate::cluster::remote_index::{self, IndexService, IndexedModel};
+use crate::cluster::replica::ReplicaSync;
+use crate::config::Config;
+use crate::dispatch::Dispatcher;
+use crate::ext_proc::server::ExtProcServer;
+use crate::ext_proc::state::ExtProcState;
+use crate::fleet::xds::{XdsClients, XdsService};
+use crate::request::RequestPreprocessor;
+
+/// gRPC message overhead beyond the body: headers, attributes, metadata.
+const MESSAGE_OVERHEAD: usize = 1 << 20;
+
+impl App {
+    /// Starts the health services, which follow readiness, and the dedicated listener if
+    /// configured.
+    pub(super) async fn serve_health(
+        &mut self,
+        sockets: &ListenerFactory,
+        config: &Config,
+    ) -> anyhow::Result<()> {
+        for health in [&self.health, &self.dedicated_health] {
+            health.publish(&self.readiness).await;
+            let health = health.clone();
+            let readiness = self.readiness.clone();
+            let stop = self.stop.clone();
+            self.background.spawn(async move {
+                tokio::select! {
+                    () = stop.cancelled() => {}
+                    () = health.follow_readiness(readiness) => {}
+                }
+            });
+        }
+        let Some(address) = config.listeners.ext_proc.health_address else {
+            return Ok(());
+        };
+        let listener = sockets.bind_health(address).await?;
+        self.health_address = listener.address();
+        self.pages.spawn(listener.serve(
+            Routes::new(self.dedicated_health.service()),
+            self.close_pages.clone(),
+            self.abort.clone(),
+        ));
+        Ok(())
+    }
+
+    /// Returns the state of the admin pages.
+    pub(super) fn admin_pages(
+        &self,
+        dispatcher: &Arc<Dispatcher>,
+        explain: &ExplainContext,
+        envoys: Option<Arc<XdsClients>>,
+        replica: Option<Arc<ReplicaSync>>,
+    ) -> AdminState {
+        let cluster = self.reloader.cluster.clone();
+        let replicas = move || {
+            replica
+                .as_ref()
+                .map_or(Value::Null, |replica| replica.status())
+        };
+        let index_client = self.reloader.index_client.clone();
+        let remote_index = move || {
+            index_client
+                .as_ref()
+                .map_or(Value::Null, |client| client.status())
+        };
+        let listeners = move || {
+            envoys
+                .as_ref()
+                .map_or(Value::Null, |envoys| json!(envoys.statuses()))
+        };
+        AdminState {
+            dispatcher: dispatcher.clone(),
+            audit: self.audit.clone(),
+            metrics: self.reloader.metrics.clone(),
+            readiness: self.readiness.clone(),
+            config: self.reloader.status(),
+            explain: explain.clone(),
+            envoys: Arc::new(listeners),
+            cluster: Arc::new(move || cluster.load().status.clone()),
+            replicas: Arc::new(replicas),
+            remote_index: Arc::new(remote_index),
+        }
+    }
+
+    /// Creates the xDS service. Returns it if it belongs to the ext_proc listener. With its own
+    /// address it starts immediately, so that Envoy receives the workers while tokenizers load.
+    pub(super) async fn start_xds(
+        &mut self,
+        sockets: &ListenerFactory,
+        config: &Config,
+        envoys: Option<Arc<XdsClients>>,
+    ) -> anyhow::Result<Option<XdsService>> {
+        let settings = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref());
+        let (Some(settings), Some(envoys)) = (settings, envoys) else {
+            return Ok(None);
+        };
+        let discovery = XdsService::new(envoys, self.closing.clone());
+        let Some(address) = settings.address else {
+            return Ok(Some(discovery));
+        };
+        let listener = sockets.bind_xds(address, settings.tls.as_ref()).await?;
+        self.xds_address = listener.address();
+        let routes = discovery.add_to(Routes::new(self.health.service()));
+        self.servers
+            .spawn(listener.serve(routes, self.closing.clone(), self.abort.clone()));
+        Ok(None)
+    }
+
+    /// Serves the admin pages.
+    pub(super) async fn serve_admin(
+        &mut self,
+        sockets: &ListenerFactory,
+        config: &Config,
+        pages: AdminState,
+    ) -> anyhow::Result<()> {
+        let listener = sockets.bind_admin(&config.listeners.admin).await?;
+        self.admin_address = listener.address;
+        self.pages
+            .spawn(listener.serve(admin::admin_routes(pages), self.close_pages.clone()));
+        Ok(())
+    }
+
+    /// Binds the ext_proc listeners.
+    pub(super) async fn bind_ext_proc(
+        &mut self,
+        sockets: &ListenerFactory,
+        config: &Config,
+    ) -> anyhow::Result<Vec<GrpcListener>> {
+        if let Some(socket) = &config.listeners.ext_proc.unix_socket {
+            unix_socket::wait_turn(socket, &self.readiness, LOADING).await;
+        }
+        // Bound last: a socket that accepts but does not answer would hold each request until Envoy
+        // times out, while a closed port fails immediately.
+        let listeners = sockets.bind(&config.listeners.ext_proc).await?;
+        self.ext_proc_address = listeners.iter().find_map(GrpcListener::address);
+        self.ext_proc_socket = listeners.iter().find_map(GrpcListener::path);
+        self.socket = listeners.iter().find_map(GrpcListener::socket_identity);
+        Ok(listeners)
+    }
+
+    /// Serves ext_proc, health and, without an address of its own, xDS.
+    pub(super) fn serve_ext_proc(
+        &mut self,
+        listeners: Vec<GrpcListener>,
+        service: &ReloadableService<ExtProcServer>,
+        discovery: Option<&XdsService>,
+    ) {
+        for listener in listeners {
+            let routes = Routes::new(self.health.service()).add_service(service.clone());
+            let routes = match discovery {
+                Some(discovery) => discovery.add_to(routes),
+                None => routes,
+            };
+            self.servers
+                .spawn(listener.serve(routes, self.closing.clone(), self.abort.clone()));
+        }
+    }
+
+    /// Creates the ext_proc service, which follows configuration reloads.
+    pub(super) fn ext_proc_service(
+        &self,
+        config: &Config,
+        preprocessor: Arc<RequestPreprocessor>,
+        dispatcher: Arc<Dispatcher>,
+        replica: Option<Arc<ReplicaSync>>,
+    ) -> anyhow::Result<ReloadableService<ExtProcServer>> {
+        let shared = ExtProcState::new(self.reloader.metrics.clone(), self.audit.clone());
+        if let Some(replica) = replica {
+            let weak = Arc::downgrade(&shared);
+            replica.on_first_token(move |name| {
+                weak.upgrade()
+                    .into_iter()
+                    .for_each(|shared| shared.record_first_token(name));
+            });
+            shared.on_foreign_first_token(move |name| replica.publish_first_token(name));
+        }
+        let gateway = ExtProcFactory::new(dispatcher, shared, self.exchange_tasks.clone());
+        let (service, callers) = gateway.prepare(config, preprocessor)?;
+        gateway.commit(callers);
+        let live = ReloadableService::new(service);
+        let current = live.clone();
+        self.reloader
+            .register("ext_proc", move |next: &ReloadCandidate| {
+                let (service, callers) =
+                    gateway.prepare(&next.config, next.preprocessor.clone())?;
+                let current = current.clone();
+                let gateway = gateway.clone();
+                Ok(Box::new(move || {
+                    gateway.commit(callers);
+                    current.replace(service);
+                }))
+            });
+        Ok(live)
+    }
+
+    /// Creates the index service for routers without their own index.
+    fn served_index(&self, parts: &api::ApiDependencies, settings: &ApiConfig) -> IndexService {
+        let preprocessor = parts.preprocessor.clone();
+        let find = move |name: Option<&str>| {
+            let model = preprocessor.load().resolve_model(name)?.model;
+            let hashing = model.hash_fingerprint();
+            Some(IndexedModel {
+                name: model.name.clone(),
+                block_size: model.block_size,
+                hashing,
+            })
+        };
+        IndexService::new(remote_index::IndexServiceParts {
+            router: parts.dispatcher.router().clone(),
+            find_model: Box::new(find),
+            readiness: self.readiness.clone(),
+            metrics: parts.metrics.clone(),
+            most_blocks: settings.max_prompt_blocks as usize,
+        })
+    }
+
+    /// Starts the API, and the expiry of its bookings.
+    pub(super) async fn serve_api(
+        &mut self,
+        sockets: &ListenerFactory,
+        config: &Config,
+        parts: api::ApiDependencies,
+    ) -> anyhow::Result<()> {
+        let Some(settings) = &config.listeners.api else {
+            return Ok(());
+        };
+        let metrics = parts.metrics.clone();
+        let stop = self.stop.clone();
+        let index = self.served_index(&parts, settings);
+        let api = ApiService::new(parts, settings);
+        let listener = sockets.bind_api(settings).await?;
+        self.api_address = listener.address();
+        let server = ReloadableService::new(api.server(max_message_bytes(config)));
+        let mut routes = Routes::new(self.health.service()).add_service(server.clone());
+        if config.index.serve {
+            routes = routes.add_service(index.server());
+        }
+        let reload_api = api.clone();
+        self.reloader.register("api", move |next| {
+            let current = server.clone();
+            let server = reload_api.server(max_message_bytes(&next.config));
+            Ok(Box::new(move || current.replace(server)))
+        });
+        self.servers
+            .spawn(listener.serve(routes, self.closing.clone(), self.abort.clone()));
+        self.background.spawn(async move {
+            supervise("bookings", &metrics, stop, || {
+                let api = api.clone();
+                async move {
+                    api.run_expiry().await;
+                    Ok(())
+                }
+            })
+            .await;
+        });
+        Ok(())
+    }
+}
+
+/// Returns the maximum size of a message with a body.
+pub(super) fn max_message_bytes(config: &Config) -> usize {
+    config
+        .requests
+        .limits
+        .max_body_size
+        .bytes()
+        .saturating_add(MESSAGE_OVERHEAD)
+}

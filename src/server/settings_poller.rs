@@ -1,0 +1,379 @@
+//! Polls the settings of engines: when a worker joins, when it may have been restarted, and
+//! periodically.
+//!
+//! Engines without these endpoints work as well. Only readiness waits for an answer, once at
+//! startup.
+
+mod responses;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use warmroute_core::engine_settings::EngineSettings;
+use warmroute_core::router::Router;
+use warmroute_core::worker::{ModelName, WorkerEndpoint, WorkerId};
+use warmroute_engines::engine_client::config::EnginesConfig;
+use warmroute_engines::engine_client::{EngineClient, EngineError};
+use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::lifecycle::supervise;
+
+use super::App;
+use super::incarnation::{self, Incarnation, REQUERY_DELAY};
+use super::reload::ReloadCandidate;
+use crate::config::{Config, LearnConfig};
+use responses::{EngineResponses, base_model};
+
+pub use responses::parse_engine_settings;
+
+/// Worker and the endpoint that was queried.
+pub(super) type EngineKey = (WorkerId, WorkerEndpoint);
+
+/// Settings reported by all engines.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct EngineReports {
+    /// Settings of each engine that reported any.
+    pub(super) settings: HashMap<EngineKey, EngineSettings>,
+    /// Engines that were queried, with or without an answer.
+    pub(super) queried: HashSet<EngineKey>,
+    /// True if polling is disabled.
+    pub(super) is_disabled: bool,
+}
+
+/// Interval of checks for new workers.
+const SCAN_INTERVAL: Duration = Duration::from_millis(250);
+/// Maximum number of concurrent queries.
+const MAX_CONCURRENT_QUERIES: usize = 16;
+
+/// Configuration of the poller.
+struct SettingsPollConfig {
+    settings: LearnConfig,
+    engines: EnginesConfig,
+    client: EngineClient,
+}
+
+/// The poller.
+struct EngineSettingsPoller {
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    reports: watch::Sender<Arc<EngineReports>>,
+}
+
+/// Polling state of an engine.
+struct PolledEngine {
+    incarnation: Incarnation,
+    /// Time of the next query; `None` during a query.
+    next_query: Option<Instant>,
+    /// Time of the last query.
+    last_query: Option<Instant>,
+}
+
+type PendingQueries = FuturesUnordered<BoxFuture<'static, (EngineKey, EngineResponses)>>;
+
+impl App {
+    /// Starts the poller, which publishes to `reports`.
+    pub(super) fn poll_engine_settings(
+        &mut self,
+        config: &Config,
+        router: &Arc<Router>,
+        reports: watch::Sender<Arc<EngineReports>>,
+    ) {
+        let task = |config: &Config, client: &EngineClient| {
+            let settings = config.engines.discovery.clone();
+            let engines = config.engines.http.clone();
+            let client = client.clone();
+            Arc::new(SettingsPollConfig {
+                settings,
+                engines,
+                client,
+            })
+        };
+        let (tasks, config_rx) = watch::channel(task(config, &self.reloader.client()));
+        self.reloader
+            .register("learn", move |next: &ReloadCandidate| {
+                let tasks = tasks.clone();
+                let task = task(&next.config, &next.client);
+                Ok(Box::new(move || {
+                    tasks.send_if_modified(|running| {
+                        let changed = !running.is_equivalent(&task);
+                        *running = task;
+                        changed
+                    });
+                }))
+            });
+        let metrics = self.reloader.metrics.clone();
+        let poller = Arc::new(EngineSettingsPoller {
+            router: router.clone(),
+            metrics: metrics.clone(),
+            reports,
+        });
+        let stop = self.stop.clone();
+        self.background.spawn(async move {
+            supervise("settings of engines", &metrics, stop, || {
+                let poller = poller.clone();
+                let tasks = config_rx.clone();
+                async move { poller.run(tasks).await }
+            })
+            .await;
+        });
+    }
+}
+
+impl SettingsPollConfig {
+    fn is_equivalent(&self, other: &Self) -> bool {
+        self.settings == other.settings
+            && self.engines == other.engines
+            && self.client.is_same(&other.client)
+    }
+}
+
+impl EngineSettingsPoller {
+    /// Runs the poller.
+    async fn run(&self, mut tasks: watch::Receiver<Arc<SettingsPollConfig>>) -> anyhow::Result<()> {
+        let mut known: HashMap<EngineKey, PolledEngine> = HashMap::new();
+        let mut queries = PendingQueries::new();
+        let mut ticks = tokio::time::interval(SCAN_INTERVAL);
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {}
+                Some((key, pages)) = queries.next(), if !queries.is_empty() => {
+                    if let Some(known) = known.get_mut(&key) {
+                        let wait = if pages.is_retryable() { REQUERY_DELAY } else { tasks.borrow().settings.interval.get() };
+                        known.next_query = Some(Instant::now() + wait);
+                        self.apply_response(key, pages);
+                    }
+                }
+                changed = tasks.changed() => {
+                    changed?;
+                    // The settings of the queries have changed.
+                    (known, queries) = (HashMap::new(), PendingQueries::new());
+                }
+            }
+            // The value is not marked as seen, so that a concurrent change triggers another
+            // iteration.
+            let task = tasks.borrow().clone();
+            if !task.settings.enabled {
+                self.reports.send_if_modified(|reports| {
+                    !std::mem::replace(reports, disabled()).is_disabled
+                });
+                continue;
+            }
+            self.retain(&mut known);
+            for (key, model) in self.due_engines(
+                &mut known,
+                MAX_CONCURRENT_QUERIES.saturating_sub(queries.len()),
+            ) {
+                queries.push(Box::pin(query_engine(
+                    task.clone(),
+                    self.metrics.clone(),
+                    key,
+                    model,
+                )));
+            }
+        }
+    }
+
+    /// Removes the engines that left the fleet, and their settings.
+    fn retain(&self, known: &mut HashMap<EngineKey, PolledEngine>) {
+        let fleet = self.router.fleet();
+        let stays = |key: &EngineKey| {
+            fleet
+                .worker(key.0)
+                .is_some_and(|worker| worker.endpoint == key.1)
+        };
+        known.retain(|key, _| stays(key));
+        self.reports.send_if_modified(|reports| {
+            let all = || reports.settings.keys().chain(&reports.queried);
+            if !reports.is_disabled && all().all(stays) {
+                return false;
+            }
+            let reports = Arc::make_mut(reports);
+            reports.is_disabled = false;
+            reports.settings.retain(|key, _| stays(key));
+            reports.queried.retain(|key| stays(key));
+            true
+        });
+    }
+
+    /// Returns the engines to query now, at most `most`. Engines without a query come first.
+    fn due_engines(
+        &self,
+        known: &mut HashMap<EngineKey, PolledEngine>,
+        most: usize,
+    ) -> Vec<(EngineKey, ModelName)> {
+        let fleet = self.router.fleet();
+        let now = Instant::now();
+        let out = incarnation::ejected_workers(&self.router);
+        let mut due = Vec::new();
+        for worker in fleet.workers() {
+            let key = (worker.id, worker.endpoint);
+            let incarnation = Incarnation::of(worker, &self.router, &out);
+            let known = known.entry(key).or_insert_with(|| PolledEngine {
+                incarnation: incarnation.clone(),
+                next_query: Some(now),
+                last_query: None,
+            });
+            // An engine that restarts during a query is queried again.
+            if known.next_query.is_some() {
+                if incarnation.may_differ_from(&known.incarnation) {
+                    let soon =
+                        now + incarnation::requery_delay(known.last_query.map(|last| now - last));
+                    known.next_query = known.next_query.map(|due| due.min(soon));
+                }
+                known.incarnation = incarnation;
+            }
+            if known.next_query.is_some_and(|due| due <= now) {
+                due.push((known.last_query.is_some(), key, worker.model.clone()));
+            }
+        }
+        due.sort_by_key(|(was_queried, ..)| *was_queried);
+        due.truncate(most);
+        for (_, key, _) in &due {
+            if let Some(known) = known.get_mut(key) {
+                (known.next_query, known.last_query) = (None, Some(now));
+            }
+        }
+        due.into_iter()
+            .map(|(_, key, model)| (key, model))
+            .collect()
+    }
+
+    /// Stores a response.
+    fn apply_response(&self, key: EngineKey, pages: EngineResponses) {
+        self.reports.send_if_modified(|reports| {
+            let settings = pages.merge(key.1, reports.settings.get(&key));
+            let changed = reports
+                .settings
+                .get(&key)
+                .map_or(!settings.is_empty(), |known| *known != settings);
+            if !changed && reports.queried.contains(&key) {
+                return false;
+            }
+            let reports = Arc::make_mut(reports);
+            reports.queried.insert(key);
+            if settings.is_empty() {
+                reports.settings.remove(&key);
+            } else {
+                reports.settings.insert(key, settings);
+            }
+            true
+        });
+    }
+}
+
+/// Returns the reports of a disabled poller.
+pub(super) fn disabled() -> Arc<EngineReports> {
+    Arc::new(EngineReports {
+        is_disabled: true,
+        ..EngineReports::default()
+    })
+}
+
+async fn query_engine(
+    task: Arc<SettingsPollConfig>,
+    metrics: Arc<Metrics>,
+    key: EngineKey,
+    model: ModelName,
+) -> (EngineKey, EngineResponses) {
+    let client = &task.client;
+    let url = task.engines.url(key.1);
+    let (page, sources, models) = tokio::join!(
+        client.metrics(&url),
+        client.kv_event_sources(&url),
+        client.models(&url)
+    );
+    let pages = EngineResponses {
+        caches: count_outcome(&metrics, page.map(|page| page.caches())),
+        sources: count_outcome(&metrics, sources),
+        model: count_outcome(&metrics, models.map(|models| base_model(models, &model))),
+    };
+    (key, pages)
+}
+
+/// Counts the outcome. A missing endpoint counts as an empty answer.
+fn count_outcome<T: Default>(
+    metrics: &Metrics,
+    answer: Result<T, EngineError>,
+) -> Result<T, EngineError> {
+    let outcome = answer.as_ref().err().map_or("ok", EngineError::label);
+    metrics
+        .workers
+        .engine_setting_queries
+        .get_or_create(&OutcomeLabel { outcome })
+        .inc();
+    match answer {
+        Err(EngineError::NotOffered(_)) => Ok(T::default()),
+        answer => answer,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use warmroute_core::worker::BlockSize;
+
+    #[test]
+    fn repeated_restarts_limit_query_rate() {
+        let load = warmroute_core::load::LoadTracker::new(std::time::Instant::now);
+        let settings = warmroute_core::router::RouterSettings::default();
+        let router = Arc::new(Router::new(
+            warmroute_core::index::PrefixIndex::new(),
+            load,
+            settings,
+            1,
+        ));
+        let endpoint = "127.0.0.1:8000".parse().unwrap();
+        let worker = warmroute_core::worker::Worker::new(
+            WorkerId(1),
+            endpoint,
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        );
+        let rank = warmroute_core::worker::WorkerRank {
+            worker: worker.id,
+            rank: worker.ranks.iter().next().unwrap(),
+        };
+        router.set_fleet(Arc::new(
+            warmroute_core::fleet::Fleet::empty()
+                .reconcile(vec![worker])
+                .fleet,
+        ));
+        let source = Arc::new(parking_lot::Mutex::new(
+            warmroute_core::freshness::EventSourceState::new(0.0),
+        ));
+        router.sources().register(rank, source.clone());
+        let poller = EngineSettingsPoller {
+            router,
+            metrics: Arc::new(Metrics::new()),
+            reports: watch::Sender::new(disabled()),
+        };
+        let mut known = HashMap::new();
+        let key = (WorkerId(1), endpoint);
+        assert_eq!(
+            poller.due_engines(&mut known, 1).len(),
+            1,
+            "it has just come"
+        );
+        let later = Instant::now() + Duration::from_secs(300);
+        known.get_mut(&key).unwrap().next_query = Some(later);
+        for _ in 0..3 {
+            source.lock().record_restart();
+            assert!(
+                poller.due_engines(&mut known, 1).is_empty(),
+                "it was asked a moment ago"
+            );
+        }
+        let due = known[&key].next_query.unwrap();
+        assert!(
+            due <= Instant::now() + REQUERY_DELAY,
+            "but it is asked soon"
+        );
+        known.get_mut(&key).unwrap().last_query = Some(Instant::now() - REQUERY_DELAY);
+        source.lock().record_restart();
+        assert_eq!(poller.due_engines(&mut known, 1).len(), 1);
+    }
+}

@@ -1,0 +1,91 @@
+//! Enables the fast path of each tokenizer in the background, and compares it with the library on
+//! pieces of real prompts. A difference disables the fast path permanently.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::MissedTickBehavior;
+use tracing::{error, info};
+use warmroute_core::router::Router;
+use warmroute_core::worker::ModelName;
+use warmroute_metrics::{Metrics, ModelOutcomeLabels};
+use warmroute_runtime::lifecycle::supervise;
+use warmroute_tokens::prompt::Encoder;
+
+use super::App;
+use super::reload::Reloader;
+
+/// Interval of comparisons per model; each takes milliseconds of CPU time.
+const COMPARE_INTERVAL: Duration = Duration::from_secs(5);
+
+impl App {
+    /// Starts the comparison.
+    pub(super) fn start_tokenizer_checks(&mut self, router: &Arc<Router>) {
+        let router = router.clone();
+        let reloader = self.reloader.clone();
+        let stop = self.stop.clone();
+        let metrics = reloader.metrics.clone();
+        self.background.spawn(async move {
+            supervise("tokenizers", &metrics, stop, || {
+                compare(reloader.clone(), router.clone())
+            })
+            .await;
+        });
+    }
+}
+
+async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result<()> {
+    let mut tick = tokio::time::interval(COMPARE_INTERVAL);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut before: Vec<(Arc<Encoder>, Option<&str>)> = Vec::new();
+    loop {
+        tick.tick().await;
+        let mut now = Vec::new();
+        for (model, encoder) in reloader.tokenizers() {
+            let reason = compare_one(&reloader.metrics, &model, &encoder).await;
+            let known = before
+                .iter()
+                .find(|(known, _)| Arc::ptr_eq(known, &encoder))
+                .map(|(_, reason)| *reason);
+            match (known, reason) {
+                (Some(None), Some(reason)) => {
+                    error!(%model, reason, "tokenizer fast path disabled, because it differs from the library; tokenization is many times slower. Please report this");
+                }
+                (None, Some(reason)) => {
+                    info!(%model, reason, "tokenizer has no fast path; tokenization is many times slower");
+                }
+                _ => {}
+            }
+            if let Some(standing) = router.parity().model_status(&model) {
+                standing.set_slow_reason(reason);
+            }
+            now.push((encoder, reason));
+        }
+        before = now;
+    }
+}
+
+/// Returns the reason why the fast path of a model is disabled.
+async fn compare_one(
+    metrics: &Metrics,
+    model: &ModelName,
+    encoder: &Arc<Encoder>,
+) -> Option<&'static str> {
+    let compared = encoder.clone();
+    let compare = move || {
+        compared
+            .enable_fast_path()
+            .ok()
+            .and_then(|()| compared.verify_sample())
+    };
+    // The others are compared even where this one panics.
+    if let Ok(Some(differs)) = tokio::task::spawn_blocking(compare).await {
+        let outcome = if differs { "differs" } else { "agrees" };
+        metrics
+            .tokens
+            .tokenizer_comparisons
+            .get_or_create(&ModelOutcomeLabels::new(model, outcome))
+            .inc();
+    }
+    encoder.fast_path_disabled_reason()
+}

@@ -1,0 +1,63 @@
+//! Discovery by Kubernetes against a real etcd and kube-apiserver on the loopback, with TLS and
+//! RBAC. warmroute runs as in a pod, with a mounted service account that has the Role of
+//! `examples/kubernetes/warmroute/rbac.yaml`.
+//!
+//! `cargo test --test apiserver -- [FILTER]` runs the cases whose names contain the filter and
+//! prints a table with one row for each. Without the two programs, and without Go to build them,
+//! the last line is `NOT RUN: reason`.
+
+#![expect(clippy::print_stdout, reason = "the suite prints a table")]
+
+mod admin_client;
+mod arguments;
+mod cases;
+mod control_plane;
+mod install;
+mod namespace;
+mod objects;
+#[path = "../support/pki.rs"]
+#[expect(
+    clippy::unwrap_used,
+    dead_code,
+    reason = "other tests use more of it, and a certificate can always be made"
+)]
+mod pki;
+mod proxy;
+mod router;
+mod runner;
+mod traffic;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use arguments::SuiteArguments;
+
+fn main() -> ExitCode {
+    let arguments = SuiteArguments::parse();
+    let cases: Vec<_> = cases::all()
+        .into_iter()
+        .filter(|case| arguments.selects(case.name))
+        .collect();
+    if arguments.list {
+        for case in &cases {
+            println!("{}: test", case.name);
+        }
+        return ExitCode::SUCCESS;
+    }
+    if cases.is_empty() {
+        println!("no case is selected");
+        return ExitCode::SUCCESS;
+    }
+    match install::locate() {
+        Ok(programs) => runner::run(cases, programs),
+        Err(missing) => {
+            println!("NOT RUN: {missing}");
+            if missing.is_failure() {
+                ExitCode::FAILURE
+            } else {
+                ExitCode::SUCCESS
+            }
+        }
+    }
+}

@@ -1,0 +1,445 @@
+//! vLLM's protocol: the prefill engine lends blocks, the decode engine fetches them.
+
+mod faults;
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMessage};
+
+use crate::disaggregation::bed::{
+    DisaggregatedEngine, PATIENCE, cached_tokens, ids, kv, stream_text, streamed_kv, text, with,
+};
+
+const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
+
+async fn engine(more: &[&str]) -> DisaggregatedEngine {
+    DisaggregatedEngine::start(&[&NIXL, more].concat()).await
+}
+
+async fn pair() -> (DisaggregatedEngine, DisaggregatedEngine) {
+    tokio::join!(engine(&[]), engine(&["--kv-load-timeout", "300ms"]))
+}
+
+/// The request that a router sends to the prefill engine.
+fn prefill_of(body: &Value) -> Value {
+    let params = json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+                        "remote_block_ids": null, "remote_host": null, "remote_port": null});
+    with(
+        body,
+        &json!({"max_tokens": 1, "stream": false, "kv_transfer_params": params}),
+    )
+}
+
+async fn prefill(engine: &DisaggregatedEngine, body: &Value) -> Value {
+    let mut answer = engine.complete(&prefill_of(body)).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 1);
+    answer["kv_transfer_params"].take()
+}
+
+fn decode_of(body: &Value, params: &Value) -> Value {
+    with(body, &json!({"kv_transfer_params": params}))
+}
+
+async fn is_idle(engine: &DisaggregatedEngine) {
+    engine.eventually_metric("kv_leases", 0.0).await;
+    engine.eventually("/blocks/used", 0).await;
+}
+
+const PROMPT_TOKENS: &str = r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#;
+
+#[tokio::test]
+async fn transferred_prompt_responds_like_local_one() {
+    let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
+    let ask = ids(100..200, 12);
+    let expected = alone.complete(&ask).await;
+    assert_eq!(expected["kv_transfer_params"], Value::Null);
+    assert!(
+        expected
+            .as_object()
+            .unwrap()
+            .contains_key("kv_transfer_params")
+    );
+    for (round, (lender_cached, transferred)) in [(0, 100), (96, 4)].into_iter().enumerate() {
+        let params = prefill(&prefiller, &ask).await;
+        assert_eq!(
+            params["remote_block_ids"][0].as_array().unwrap().len(),
+            7,
+            "{params}"
+        );
+        assert_eq!(
+            (&params["remote_num_tokens"], &params["transfer_mode"]),
+            (&json!(100), &json!("pull"))
+        );
+        assert_eq!(params["remote_prefill_cached_tokens"], lender_cached);
+        prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
+        assert_eq!(
+            prefiller.state().await["blocks"]["used"],
+            7,
+            "pinned until they are fetched"
+        );
+        let before = decoder.metric(PROMPT_TOKENS).await;
+        let answer = decoder.complete(&decode_of(&ask, &params)).await;
+        assert_eq!(text(&answer), text(&expected));
+        // As in vLLM: the value of the lender, whatever was cached here.
+        assert_eq!(cached_tokens(&answer), lender_cached);
+        assert_eq!(decoder.metric(PROMPT_TOKENS).await - before, 100.0);
+        let page = decoder.get("/metrics").await;
+        let fetched = page
+            .lines()
+            .find(|line| line.contains("external_kv_transfer"))
+            .unwrap();
+        let so_far = if round == 0 {
+            transferred
+        } else {
+            100 + transferred
+        };
+        assert!(
+            fetched.ends_with(&format!(" {so_far}.0")),
+            "{fetched}: blocks that are here already are not fetched"
+        );
+        decoder
+            .expect_metrics(&[
+                ("kv_transfers_total", (round + 1) as f64),
+                ("kv_mismatches_total", 0.0),
+            ])
+            .await;
+        is_idle(&prefiller).await;
+        is_idle(&decoder).await;
+    }
+    prefiller
+        .expect_metrics(&[("kv_leases_expired_total", 0.0)])
+        .await;
+}
+
+#[tokio::test]
+async fn decode_engine_streams_chats_with_unknown_fields() {
+    let (prefiller, decoder) = pair().await;
+    let ask = json!({"messages": [{"role": "user", "content": "Count to ten. ".repeat(20)}], "max_tokens": 6});
+    let path = "/v1/chat/completions";
+    let (status, first) = prefiller.post(path, &prefill_of(&ask)).await;
+    assert_eq!(status, StatusCode::OK);
+    let mut params = serde_json::from_str::<Value>(&first).unwrap()["kv_transfer_params"].take();
+    params["of_a_later_version"] = json!({"x": [1, 2]});
+    let (status, decoded) = decoder.post(path, &decode_of(&ask, &params)).await;
+    assert_eq!(status, StatusCode::OK, "{decoded}");
+    let (_, alone) = prefiller.post(path, &ask).await;
+    let [decoded, alone] =
+        [decoded, alone].map(|text| serde_json::from_str::<Value>(&text).unwrap());
+    assert_eq!(decoded["choices"], alone["choices"]);
+
+    let ask = with(&ids(0..50, 6), &json!({"stream": true}));
+    let params = prefill(&prefiller, &ask).await;
+    let (status, stream) = decoder
+        .post("/v1/completions", &decode_of(&ask, &params))
+        .await;
+    assert_eq!(status, StatusCode::OK);
+    let alone = prefiller.complete(&ids(0..50, 6)).await;
+    assert_eq!(
+        stream_text(&stream),
+        (text(&alone).to_owned(), vec!["length".to_owned()])
+    );
+    is_idle(&prefiller).await;
+}
+
+#[tokio::test]
+async fn fetched_blocks_are_published_as_stored() {
+    let prefiller = engine(&[]).await;
+    let any = "tcp://127.0.0.1:0";
+    let decoder = engine(&["--events-endpoint", any, "--replay-endpoint", any]).await;
+    // 64 tokens are four whole blocks, of which the last is fetched and then used once more.
+    let ask = ids(0..64, 1);
+    let params = prefill(&prefiller, &ask).await;
+    decoder.complete(&decode_of(&ask, &params)).await;
+    let mut socket = DealerSocket::new();
+    socket
+        .connect(decoder.replay.as_ref().unwrap())
+        .await
+        .unwrap();
+    let request = vec![Bytes::new(), Bytes::copy_from_slice(&0_u64.to_be_bytes())];
+    socket
+        .send(ZmqMessage::try_from(request).unwrap())
+        .await
+        .unwrap();
+    let batch = tokio::time::timeout(PATIENCE, socket.recv())
+        .await
+        .unwrap()
+        .unwrap()
+        .into_vec();
+    let batch: Value = rmp_serde::from_slice(batch.last().unwrap()).unwrap();
+    let events = batch[1].as_array().unwrap();
+    assert_eq!(events.len(), 1, "{batch}");
+    assert_eq!(
+        (&events[0]["type"], &events[0]["parent_block_hash"]),
+        (&json!("BlockStored"), &Value::Null)
+    );
+    assert_eq!(events[0]["token_ids"], json!((0..64).collect::<Vec<_>>()));
+    assert_eq!(events[0]["block_hashes"].as_array().unwrap().len(), 4);
+    // Another prompt with the same beginning hits them.
+    assert_eq!(cached_tokens(&decoder.complete(&ids(0..80, 1)).await), 64);
+}
+
+#[tokio::test]
+async fn params_of_other_request_are_detected() {
+    let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
+    let prompts = [ids(0..70, 4), ids(100..170, 4)];
+    let params = [
+        prefill(&prefiller, &prompts[0]).await,
+        prefill(&prefiller, &prompts[1]).await,
+    ];
+    for (at, ask) in prompts.iter().enumerate() {
+        let answer = decoder.complete(&decode_of(ask, &params[1 - at])).await;
+        assert_eq!(
+            (kv(&answer), &answer["usage"]["completion_tokens"]),
+            ("mismatch", &json!(4))
+        );
+        assert_ne!(
+            text(&answer),
+            text(&alone.complete(ask).await),
+            "the text differs"
+        );
+        decoder
+            .expect_metrics(&[
+                ("kv_mismatches_total", (at + 1) as f64),
+                ("kv_transfers_total", 0.0),
+            ])
+            .await;
+    }
+    is_idle(&prefiller).await;
+    is_idle(&decoder).await;
+}
+
+/// A prompt that only begins alike, other blocks under the right name, and another cache salt are
+/// rejected in the same way as another request.
+#[tokio::test]
+async fn params_of_similar_request_are_detected() {
+    let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
+    let ask = ids(200..270, 4);
+    let mut others = prefill(&prefiller, &ask).await;
+    others["remote_block_ids"] = json!([[90, 91, 92, 93, 94]]);
+    let longer = prefill(&prefiller, &ids(200..280, 1)).await;
+    let unsalted = prefill(&prefiller, &ids(300..370, 1)).await;
+    let mut stream_text = Vec::new();
+    for (at, (ask, params)) in [
+        (ask.clone(), others),
+        (
+            with(
+                &ask,
+                &json!({"prompt": (200..230).chain(900..940).collect::<Vec<_>>()}),
+            ),
+            longer,
+        ),
+        (
+            with(&ids(300..370, 4), &json!({"cache_salt": "tenant"})),
+            unsalted,
+        ),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let stream = with(&ask, &json!({"stream": true}));
+        let response = decoder
+            .try_post("/v1/completions", &decode_of(&stream, &params), &[])
+            .await
+            .unwrap();
+        assert_eq!(
+            (response.status(), response.headers().get("x-engine-kv")),
+            (StatusCode::OK, None)
+        );
+        let stream = response.text().await.unwrap();
+        assert_eq!(streamed_kv(&stream), ["mismatch"; 4], "{stream}");
+        stream_text.push((
+            self::stream_text(&stream).0,
+            text(&alone.complete(&ask).await).to_owned(),
+        ));
+        decoder
+            .expect_metrics(&[("kv_mismatches_total", (at + 1) as f64)])
+            .await;
+    }
+    assert!(
+        stream_text
+            .iter()
+            .all(|(stream_text, expected)| stream_text != expected),
+        "{stream_text:?}"
+    );
+    decoder
+        .expect_metrics(&[("kv_stale_reads_total", 0.0)])
+        .await;
+    is_idle(&prefiller).await;
+    is_idle(&decoder).await;
+}
+
+/// vLLM reads the blocks with these numbers without checking that they are still kept for this
+/// request.
+#[tokio::test]
+async fn expired_lease_reads_overwritten_blocks() {
+    let prefiller = engine(&["--kv-lease", "1500ms", "--num-blocks", "8"]).await;
+    let (decoder, late, alone) = tokio::join!(engine(&[]), engine(&[]), engine(&[]));
+    let ask = ids(0..100, 6);
+    let expected = alone.complete(&ask).await;
+    let params = prefill(&prefiller, &ask).await;
+    let response = decoder
+        .try_post("/v1/completions", &decode_of(&ask, &params), &[])
+        .await
+        .unwrap();
+    assert_eq!(response.headers()["x-engine-kv"], "fetched");
+    let first: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
+    assert_eq!((text(&first), kv(&first)), (text(&expected), "fetched"));
+
+    // The first reader ended the lease. The blocks happen to be unused since.
+    let lucky = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!((text(&lucky), kv(&lucky)), (text(&expected), "stale"));
+    late.expect_metrics(&[("kv_stale_reads_total", 1.0), ("kv_mismatches_total", 0.0)])
+        .await;
+
+    // An expired lease, after which others used the blocks.
+    let ask = ids(1000..1100, 6);
+    let params = prefill(&prefiller, &ask).await;
+    prefiller
+        .eventually_metric("kv_leases_expired_total", 1.0)
+        .await;
+    prefiller.complete(&ids(2000..2120, 1)).await;
+    let answer = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!(kv(&answer), "mismatch");
+    assert_ne!(
+        text(&answer),
+        text(&alone.complete(&ask).await),
+        "with status 200"
+    );
+    late.expect_metrics(&[("kv_stale_reads_total", 2.0), ("kv_mismatches_total", 1.0)])
+        .await;
+
+    // An unknown id is as harmless, and the lease of the right one stays.
+    let ask = ids(3000..3100, 6);
+    let mut params = prefill(&prefiller, &ask).await;
+    params["remote_request_id"] = json!("nobody");
+    let answer = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!(
+        (text(&answer), kv(&answer)),
+        (text(&alone.complete(&ask).await), "stale")
+    );
+    prefiller
+        .eventually_metric("kv_leases_expired_total", 2.0)
+        .await;
+    is_idle(&late).await;
+}
+
+#[tokio::test]
+async fn lease_is_renewed_while_decode_waits() {
+    let lease = ["--kv-lease", "600ms"];
+    let prefiller = engine(&lease).await;
+    // Steps of 50 ms: a request that generates 25 tokens holds seven of the eight blocks for twice
+    // the time of a lease.
+    let decoder = std::sync::Arc::new(
+        engine(&[&lease[..], &["--num-blocks", "8", "--step-us", "1000000"]].concat()).await,
+    );
+    let occupant = {
+        let decoder = decoder.clone();
+        tokio::spawn(async move { decoder.complete(&ids(500..600, 25)).await })
+    };
+    decoder.eventually("/running", 1).await;
+    let ask = ids(0..100, 4);
+    let params = prefill(&prefiller, &ask).await;
+    let start = Instant::now();
+    let answer = decoder.complete(&decode_of(&ask, &params)).await;
+    assert!(
+        start.elapsed() > Duration::from_millis(600),
+        "{:?}: it did not wait",
+        start.elapsed()
+    );
+    assert_eq!(answer["usage"]["completion_tokens"], 4);
+    occupant.await.unwrap();
+    prefiller
+        .expect_metrics(&[("kv_leases_expired_total", 0.0)])
+        .await;
+}
+
+#[tokio::test]
+async fn cancelled_prefill_leaks_only_after_start() {
+    // Steps of 3 s, one prompt at a time.
+    let slow = [
+        "--max-num-seqs",
+        "1",
+        "--step-us",
+        "3000000",
+        "--kv-lease",
+        "500ms",
+    ];
+    let prefiller = std::sync::Arc::new(engine(&slow).await);
+    let ask = |from: u32| prefill_of(&ids(from..from + 100, 1));
+    let send = |from| {
+        let prefiller = prefiller.clone();
+        let ask = ask(from);
+        tokio::spawn(async move { prefiller.try_post("/v1/completions", &ask, &[]).await })
+    };
+    let begun = send(0);
+    prefiller.eventually("/running", 1).await;
+    let queued = send(1000);
+    prefiller.eventually("/waiting", 1).await;
+    queued.abort();
+    prefiller.eventually("/waiting", 0).await;
+    begun.abort();
+    prefiller.eventually("/leases", 1).await;
+    prefiller
+        .eventually_metric("kv_leases_expired_total", 1.0)
+        .await;
+    is_idle(&prefiller).await;
+    prefiller
+        .expect_metrics(&[("vllm:request_success_total", 2.0)])
+        .await;
+}
+
+#[tokio::test]
+async fn client_leaving_before_fetch_releases_lease() {
+    let prefiller = engine(&[]).await;
+    let decoder = std::sync::Arc::new(engine(&["--num-blocks", "8", "--step-us", "1000000"]).await);
+    let ask = ids(0..100, 4);
+    let params = prefill(&prefiller, &ask).await;
+    let send = |body: Value| {
+        let decoder = decoder.clone();
+        tokio::spawn(async move { decoder.try_post("/v1/completions", &body, &[]).await })
+    };
+    let occupant = send(ids(500..600, 20));
+    decoder.eventually("/running", 1).await;
+    let waits = send(decode_of(&ask, &params));
+    decoder.eventually("/waiting", 1).await;
+    prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
+    waits.abort();
+    is_idle(&prefiller).await;
+    prefiller
+        .expect_metrics(&[("kv_leases_expired_total", 0.0)])
+        .await;
+    occupant.abort();
+    is_idle(&decoder).await;
+    decoder.expect_metrics(&[("kv_transfers_total", 0.0)]).await;
+}
+
+#[tokio::test]
+async fn fetched_blocks_need_no_prefill_time() {
+    // A token takes 0.4 ms: 1,500 of them 600 ms.
+    let pace = [
+        "--speed",
+        "1",
+        "--prefill-us-per-token",
+        "400",
+        "--step-us",
+        "1000",
+    ];
+    let (prefiller, decoder) = tokio::join!(engine(&pace), engine(&pace));
+    let ask = ids(0..1500, 1);
+    let start = Instant::now();
+    let params = prefill(&prefiller, &ask).await;
+    let prefilled = start.elapsed();
+    assert!(prefilled >= Duration::from_millis(600), "{prefilled:?}");
+    let start = Instant::now();
+    decoder.complete(&decode_of(&ask, &params)).await;
+    // 94 blocks take 19 ms; the rest is a margin for a busy machine.
+    let decoded = start.elapsed();
+    assert!(
+        decoded >= Duration::from_millis(19) && decoded < prefilled / 2,
+        "{decoded:?} after {prefilled:?}"
+    );
+}

@@ -1,0 +1,564 @@
+//! The subscriber on real ZMQ sockets against an engine with vLLM's protocol: PUB for live batches,
+//! ROUTER for the replay, numbers from zero after every start.
+
+mod freshness;
+mod malformed;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+use warmroute_core::freshness::{IndexFreshness, ResyncMode, StaleReason};
+use warmroute_core::index::{KvEvent, PrefixIndex};
+use warmroute_core::worker::{
+    BlockSize, DpRank, EventSource, RankSlot, SocketAttach, WorkerId, WorkerRank,
+};
+use warmroute_engines::kv_events::{
+    MediaTokens, RankSink, SharedResync, SourceMonitor, SourceSpec, SourceState, run,
+};
+use warmroute_metrics::{Metrics, OutcomeLabel, ReasonLabel};
+use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
+
+const TOPIC: &str = "kv@engine";
+/// Maximum message size of the subscriber.
+const MAX_MESSAGE: usize = 1 << 20;
+
+/// Waits until a condition holds.
+async fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !so() {
+        assert!(Instant::now() < deadline, "never {what}");
+        sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn message<const N: usize>(frames: [&[u8]; N]) -> ZmqMessage {
+    frames
+        .map(Bytes::copy_from_slice)
+        .to_vec()
+        .try_into()
+        .unwrap()
+}
+
+fn payload(block: u64) -> Vec<u8> {
+    rmp_serde::to_vec(&(
+        1.5,
+        [("BlockStored", [block], None::<u64>, [1, block], 2u32)],
+        0,
+    ))
+    .unwrap()
+}
+
+fn removal(blocks: &[u64]) -> Vec<u8> {
+    rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap()
+}
+
+/// Format of replies and of their end.
+#[derive(Clone, Copy)]
+enum EventShape {
+    /// `[empty, topic, seq, payload]`, ended by number -1.
+    WithTopic,
+    /// `[empty, seq, payload]`, ended by an empty payload.
+    Short,
+}
+
+type MessageLog = Arc<Mutex<Vec<Vec<u8>>>>;
+
+/// One engine process. Dropping it closes its sockets.
+struct EventEngine {
+    publisher: PubSocket,
+    log: MessageLog,
+    replays: Option<JoinHandle<()>>,
+}
+
+impl Drop for EventEngine {
+    fn drop(&mut self) {
+        if let Some(replays) = &self.replays {
+            replays.abort();
+        }
+    }
+}
+
+/// Retries to bind, because the port of the previous engine may still be in use.
+async fn bind(socket: &mut impl Socket, endpoint: &str) -> String {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        match socket.bind(endpoint).await {
+            Ok(endpoint) => return endpoint.to_string(),
+            Err(error) => assert!(Instant::now() < deadline, "{endpoint}: {error}"),
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+impl EventEngine {
+    /// Starts with a log of batches that were never published live.
+    async fn start(site: &EventSite, log: Vec<Vec<u8>>) -> Self {
+        let log: MessageLog = Arc::new(Mutex::new(log));
+        let mut replays = None;
+        if let Some(endpoint) = &site.replay {
+            let mut router = RouterSocket::new();
+            bind(&mut router, endpoint).await;
+            replays = Some(tokio::spawn(repeat(router, log.clone(), site.shape)));
+        }
+        let mut publisher = PubSocket::new();
+        match site.attach {
+            SocketAttach::Connect => drop(bind(&mut publisher, &site.events).await),
+            SocketAttach::Bind => publisher.connect(&site.events).await.unwrap(),
+        }
+        Self {
+            publisher,
+            log,
+            replays,
+        }
+    }
+
+    /// Numbers and stores a batch without publishing it, like a lost message.
+    fn lose(&mut self, payload: Vec<u8>) -> u64 {
+        let mut log = self.log.lock();
+        log.push(payload);
+        log.len() as u64 - 1
+    }
+
+    async fn publish(&mut self, payload: Vec<u8>) {
+        let seq = self.lose(payload.clone()).to_be_bytes();
+        self.publisher
+            .send(message([TOPIC.as_bytes(), &seq, &payload]))
+            .await
+            .unwrap();
+    }
+}
+
+async fn repeat(mut router: RouterSocket, log: MessageLog, shape: EventShape) {
+    while let Ok(request) = router.recv().await {
+        let [client, empty, from] = &request.into_vec()[..] else {
+            panic!("not a request")
+        };
+        assert!(empty.is_empty());
+        let from = u64::from_be_bytes(from.as_ref().try_into().unwrap());
+        let held = log.lock().clone();
+        for (seq, payload) in held.iter().enumerate().skip(from as usize) {
+            let seq = (seq as u64).to_be_bytes();
+            let reply = match shape {
+                EventShape::WithTopic => message([client, b"", TOPIC.as_bytes(), &seq, payload]),
+                EventShape::Short => message([client, b"", &seq, payload]),
+            };
+            if router.send(reply).await.is_err() {
+                break;
+            }
+        }
+        let end = match shape {
+            EventShape::WithTopic => message([client, b"", b"", &(-1i64).to_be_bytes(), b""]),
+            EventShape::Short => message([client, b"", b"", b""]),
+        };
+        let _ = router.send(end).await;
+    }
+}
+
+/// Endpoints of an engine and its subscriber.
+#[derive(Clone)]
+struct EventSite {
+    events: String,
+    replay: Option<String>,
+    attach: SocketAttach,
+    shape: EventShape,
+}
+
+/// Sink of a new index that records the events.
+fn recording_sink(held: &Arc<Mutex<HeldMessages>>) -> RankSink {
+    let index = PrefixIndex::new();
+    let writer = Arc::new(Mutex::new(index.create_writer(RankSlot(0))));
+    let targets = (writer.clone(), held.clone());
+    let doubted = (writer.clone(), held.clone());
+    let settled = writer;
+    let settled_of = held.clone();
+    RankSink {
+        apply: Box::new(move |event| {
+            targets.1.lock().apply(event);
+            targets.0.lock().apply(event)
+        }),
+        record_loss: Box::new(move || {
+            doubted.1.lock().doubts += 1;
+            doubted.0.lock().record_gap()
+        }),
+        reconcile: Box::new(move || {
+            let settled = settled.lock().reconcile();
+            for (name, _) in settled
+                .purged
+                .iter()
+                .flat_map(|forgotten| &forgotten.blocks)
+            {
+                settled_of.lock().blocks.remove(&name.0);
+            }
+            settled
+        }),
+        position: Default::default(),
+    }
+}
+
+impl EventSite {
+    /// Uses free ports.
+    fn new(attach: SocketAttach, replay: bool) -> Self {
+        let free = || {
+            let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            format!("tcp://{}", listener.local_addr().unwrap())
+        };
+        Self {
+            events: free(),
+            replay: replay.then(free),
+            attach,
+            shape: EventShape::WithTopic,
+        }
+    }
+
+    fn subscribe(&self) -> EventSubscriber {
+        self.subscribe_with(ResyncMode::Keep)
+    }
+
+    fn subscribe_with(&self, resync: ResyncMode) -> EventSubscriber {
+        let held = Arc::new(Mutex::new(HeldMessages::default()));
+        let sink = recording_sink(&held);
+        let shared = SharedResync::default();
+        shared.set(resync);
+        let spec = SourceSpec {
+            engine: String::new(),
+            rank: WorkerRank {
+                worker: WorkerId(7),
+                rank: DpRank(0),
+            },
+            source: EventSource {
+                endpoint: self.events.clone(),
+                topic: TOPIC.to_owned(),
+                attach: self.attach,
+                replay: self.replay.clone(),
+            },
+            block_size: BlockSize::new(2).unwrap(),
+            media: MediaTokens::default(),
+            resync: shared,
+            max_message: MAX_MESSAGE,
+        };
+        let (sender, state) = watch::channel(SourceState::default());
+        let metrics = Arc::new(Metrics::new());
+        let witness = SourceMonitor::default();
+        let listening = run(spec, sink, metrics.clone(), sender, witness.clone());
+        let task = tokio::spawn(async move {
+            let _ = listening.await;
+        });
+        EventSubscriber {
+            held,
+            metrics,
+            state,
+            witness,
+            task,
+        }
+    }
+}
+
+#[derive(Default)]
+struct HeldMessages {
+    blocks: HashSet<u64>,
+    doubts: usize,
+    clears: usize,
+}
+
+impl HeldMessages {
+    fn apply(&mut self, event: &KvEvent) {
+        match event {
+            KvEvent::Stored { blocks, .. } => {
+                for block in blocks {
+                    self.blocks.insert(block.engine.0);
+                }
+            }
+            KvEvent::Removed { blocks, .. } => {
+                for block in blocks {
+                    self.blocks.remove(&block.0);
+                }
+            }
+            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
+            KvEvent::Cleared => {
+                self.blocks.clear();
+                self.clears += 1;
+            }
+        }
+    }
+}
+
+struct EventSubscriber {
+    held: Arc<Mutex<HeldMessages>>,
+    metrics: Arc<Metrics>,
+    state: watch::Receiver<SourceState>,
+    witness: SourceMonitor,
+    task: JoinHandle<()>,
+}
+
+impl Drop for EventSubscriber {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl EventSubscriber {
+    async fn is(&self, state: SourceState) {
+        until(&format!("{state:?}"), || *self.state.borrow() == state).await;
+    }
+
+    async fn expect_freshness(&self, trust: IndexFreshness, because: Option<StaleReason>) {
+        let so = || {
+            let standing = self.witness.status();
+            (standing.freshness, standing.reason) == (trust, because)
+        };
+        until(&format!("{trust:?} because {because:?}"), so).await;
+    }
+
+    async fn holds(&self, blocks: impl IntoIterator<Item = u64>) {
+        let blocks: HashSet<u64> = blocks.into_iter().collect();
+        until(&format!("holds {blocks:?}"), || {
+            self.held.lock().blocks == blocks
+        })
+        .await;
+    }
+
+    fn gaps(&self, outcome: &'static str) -> u64 {
+        self.metrics
+            .kv_events
+            .gaps
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
+    }
+
+    fn batches(&self, outcome: &'static str) -> u64 {
+        self.metrics
+            .kv_events
+            .batches
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
+    }
+
+    fn too_large(&self, limit: &'static str) -> u64 {
+        self.metrics
+            .kv_events
+            .batches_too_large
+            .get_or_create(&ReasonLabel { reason: limit })
+            .get()
+    }
+
+    fn connection_errors(&self, reason: &'static str) -> u64 {
+        self.metrics
+            .kv_events
+            .connection_errors
+            .get_or_create(&ReasonLabel { reason })
+            .get()
+    }
+
+    /// Publishes until the subscription has taken effect, and then the given blocks.
+    async fn expect_blocks(&self, engine: &mut EventEngine, blocks: impl IntoIterator<Item = u64>) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !self.held.lock().blocks.contains(&0) {
+            assert!(Instant::now() < deadline, "nothing arrives");
+            engine.publish(payload(0)).await;
+            sleep(Duration::from_millis(20)).await;
+        }
+        for block in blocks {
+            engine.publish(payload(block)).await;
+        }
+    }
+}
+
+fn log(blocks: impl IntoIterator<Item = u64>) -> Vec<Vec<u8>> {
+    blocks.into_iter().map(payload).collect()
+}
+
+#[tokio::test]
+async fn warm_idle_engine_is_replayed_on_attach() {
+    for shape in [EventShape::WithTopic, EventShape::Short] {
+        let site = EventSite {
+            shape,
+            ..EventSite::new(SocketAttach::Connect, true)
+        };
+        let _engine = EventEngine::start(&site, log(1..=40)).await;
+        let subscriber = site.subscribe();
+        subscriber.holds(1..=40).await;
+        subscriber.is(SourceState::Live).await;
+        assert_eq!(subscriber.held.lock().doubts, 0);
+    }
+}
+
+#[tokio::test]
+async fn malformed_messages_do_not_delay_attach_check() {
+    let site = EventSite::new(SocketAttach::Connect, true);
+    let mut engine = EventEngine::start(&site, log([1])).await;
+    let subscriber = site.subscribe();
+    subscriber.holds([1]).await;
+    engine.lose(payload(2));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !subscriber.held.lock().blocks.contains(&2) {
+        assert!(Instant::now() < deadline, "the lost batch is not found");
+        engine
+            .publisher
+            .send(message([TOPIC.as_bytes(), b"no number"]))
+            .await
+            .unwrap();
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert!(subscriber.batches("malformed_frames") > 0);
+}
+
+#[tokio::test]
+async fn warm_engine_without_replay_starts_at_next_event() {
+    let site = EventSite::new(SocketAttach::Connect, false);
+    let mut engine = EventEngine::start(&site, log(1..=40)).await;
+    let subscriber = site.subscribe();
+    subscriber.is(SourceState::Live).await;
+    subscriber.expect_blocks(&mut engine, [50, 51]).await;
+    subscriber.holds([0, 50, 51]).await;
+    assert_eq!(
+        (subscriber.gaps("lost"), subscriber.held.lock().doubts),
+        (1, 1),
+        "what came before is not known"
+    );
+    assert_eq!(subscriber.held.lock().clears, 0);
+}
+
+#[tokio::test]
+async fn late_publisher_is_received_from_first_batch() {
+    for (attach, replay) in [
+        (SocketAttach::Connect, true),
+        (SocketAttach::Connect, false),
+        (SocketAttach::Bind, true),
+        (SocketAttach::Bind, false),
+    ] {
+        let site = EventSite::new(attach, replay);
+        let subscriber = site.subscribe();
+        subscriber.is(SourceState::Connecting).await;
+        let mut engine = EventEngine::start(&site, vec![]).await;
+        subscriber.is(SourceState::Live).await;
+        subscriber.expect_blocks(&mut engine, [1, 2]).await;
+        subscriber.holds(0..=2).await;
+        assert_eq!(
+            subscriber.held.lock().doubts,
+            0,
+            "{attach:?}, replay {replay}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn gap_is_replayed() {
+    for attach in [SocketAttach::Connect, SocketAttach::Bind] {
+        let site = EventSite::new(attach, true);
+        let subscriber = site.subscribe();
+        if attach == SocketAttach::Bind {
+            subscriber.is(SourceState::Connecting).await;
+        }
+        let mut engine = EventEngine::start(&site, vec![]).await;
+        subscriber.is(SourceState::Live).await;
+        subscriber.expect_blocks(&mut engine, [1, 2]).await;
+        subscriber.holds(0..=2).await;
+        engine.lose(payload(3));
+        engine.lose(payload(4));
+        engine.publish(payload(5)).await;
+        subscriber.holds(0..=5).await;
+        assert!(subscriber.gaps("replayed") >= 1);
+        assert_eq!(
+            (subscriber.gaps("lost"), subscriber.held.lock().doubts),
+            (0, 0)
+        );
+        assert_eq!(subscriber.held.lock().clears, 0);
+    }
+}
+
+#[tokio::test]
+async fn engine_restart_on_same_port_is_detected() {
+    for attach in [SocketAttach::Connect, SocketAttach::Bind] {
+        // The restarted engine has published nothing, is behind the old one, or has overtaken it
+        // unnoticed.
+        for ahead in [0, 2, 50] {
+            let site = EventSite::new(attach, true);
+            let subscriber = site.subscribe();
+            let mut engine = EventEngine::start(&site, log(100..110)).await;
+            subscriber.holds(100..110).await;
+            subscriber.is(SourceState::Live).await;
+            subscriber.expect_blocks(&mut engine, [1]).await;
+            subscriber.holds((100..110).chain([0, 1])).await;
+            drop(engine);
+            subscriber.is(SourceState::Connecting).await;
+            let mut engine = EventEngine::start(&site, log(200..200 + ahead)).await;
+            subscriber.holds(200..200 + ahead).await;
+            subscriber.is(SourceState::Live).await;
+            subscriber.expect_blocks(&mut engine, [300]).await;
+            subscriber.holds((200..200 + ahead).chain([0, 300])).await;
+            assert_eq!(subscriber.held.lock().clears, 1, "{attach:?} {ahead}");
+            assert_eq!(subscriber.metrics.kv_events.engine_restarts.get(), 1);
+            assert_eq!(subscriber.held.lock().doubts, 0);
+        }
+    }
+}
+
+#[tokio::test]
+async fn decreasing_numbers_without_replay_are_restart() {
+    let site = EventSite::new(SocketAttach::Connect, false);
+    let subscriber = site.subscribe();
+    let mut engine = EventEngine::start(&site, vec![]).await;
+    subscriber.is(SourceState::Live).await;
+    subscriber.expect_blocks(&mut engine, 1..=200).await;
+    subscriber.holds(0..=200).await;
+    drop(engine);
+    subscriber.is(SourceState::Connecting).await;
+    let mut engine = EventEngine::start(&site, vec![]).await;
+    subscriber.is(SourceState::Live).await;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while subscriber.held.lock().clears == 0 {
+        assert!(Instant::now() < deadline, "no restart was noticed");
+        engine.publish(payload(500)).await;
+        sleep(Duration::from_millis(20)).await;
+    }
+    subscriber.holds([500]).await;
+}
+
+#[tokio::test]
+async fn unix_socket_source_survives_publisher_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
+    // A stale socket file, where the subscriber has to bind.
+    drop(std::os::unix::net::UnixListener::bind(folder.path().join("bound")).unwrap());
+    for (attach, name) in [
+        (SocketAttach::Connect, "connected"),
+        (SocketAttach::Bind, "bound"),
+    ] {
+        let replay = EventSite::new(attach, true).replay;
+        let site = EventSite {
+            events: path(name),
+            replay,
+            attach,
+            shape: EventShape::WithTopic,
+        };
+        let subscriber = site.subscribe();
+        let mut engine = EventEngine::start(&site, log([10])).await;
+        subscriber.is(SourceState::Live).await;
+        subscriber.expect_blocks(&mut engine, [1]).await;
+        subscriber.holds([10, 0, 1]).await;
+        drop(engine);
+        let _ = std::fs::remove_file(folder.path().join("connected"));
+        subscriber.is(SourceState::Connecting).await;
+        let _engine = EventEngine::start(&site, log([20])).await;
+        subscriber.holds([20]).await;
+    }
+}
+
+#[tokio::test]
+async fn burst_is_applied_completely_in_order() {
+    let site = EventSite::new(SocketAttach::Connect, true);
+    let subscriber = site.subscribe();
+    let mut engine = EventEngine::start(&site, vec![]).await;
+    subscriber.is(SourceState::Live).await;
+    subscriber.expect_blocks(&mut engine, 1..=5000).await;
+    subscriber.holds(0..=5000).await;
+    assert_eq!(subscriber.held.lock().doubts, 0);
+}

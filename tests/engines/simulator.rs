@@ -1,0 +1,500 @@
+//! The engine simulator as a process, over real HTTP and ZeroMQ. Its responses, events and state must
+//! agree, because benchmarks depend on them.
+
+mod faults;
+mod formats;
+
+use std::collections::BTreeMap;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use clap::Parser as _;
+use futures_util::StreamExt as _;
+use reqwest::{Response, StatusCode};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::net::TcpListener;
+use tokio::process::{Child, ChildStdin, Command};
+use warmroute_testbed::programs::example_program;
+use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
+use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A running engine. It exits with the test, because its standard input closes.
+struct SimulatorProcess {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    address: String,
+    sources: Vec<Value>,
+    http: reqwest::Client,
+}
+
+impl SimulatorProcess {
+    async fn start(more: &[&str]) -> Self {
+        let mut child = Command::new(example_program("engine_sim").unwrap())
+            .args([
+                "--listen",
+                "127.0.0.1:0",
+                "--exit-on-stdin-eof",
+                "--id",
+                "7",
+                "--speed",
+                "20",
+            ])
+            .args(["--tokenizer", "examples/models/qwen2.5/tokenizer.json.gz"])
+            .args(more)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        tokio::time::timeout(PATIENCE, stdout.read_line(&mut line))
+            .await
+            .expect("ready in time")
+            .unwrap();
+        let ready: Value = serde_json::from_str(&line).expect("one line of JSON");
+        let address = ready["listening"].as_str().unwrap().to_owned();
+        let sources = ready["kv_event_sources"].as_array().unwrap().clone();
+        Self {
+            stdin: child.stdin.take(),
+            child,
+            address,
+            sources,
+            http: warmroute_runtime::tls::http_client_builder()
+                .build()
+                .unwrap(),
+        }
+    }
+
+    async fn with_events(more: &[&str]) -> Self {
+        let any = "tcp://127.0.0.1:0";
+        let sockets: &[&str] = &[
+            "--events-endpoint",
+            any,
+            "--replay-endpoint",
+            any,
+            "--topic",
+            "kv@sim",
+        ];
+        Self::start(&[sockets, more].concat()).await
+    }
+
+    async fn post(&self, path: &str, body: Value) -> Response {
+        self.try_post(path, body, &[]).await.unwrap()
+    }
+
+    async fn try_post(
+        &self,
+        path: &str,
+        body: Value,
+        headers: &[(&str, &str)],
+    ) -> reqwest::Result<Response> {
+        let request = self
+            .http
+            .post(format!("http://{}{path}", self.address))
+            .json(&body);
+        headers
+            .iter()
+            .fold(request, |request, (name, value)| {
+                request.header(*name, *value)
+            })
+            .send()
+            .await
+    }
+
+    async fn complete(&self, body: Value) -> Value {
+        let response = self.post("/v1/completions", body).await;
+        assert_eq!(response.status(), StatusCode::OK);
+        response.json().await.unwrap()
+    }
+
+    async fn get(&self, path: &str) -> String {
+        let response = self
+            .http
+            .get(format!("http://{}{path}", self.address))
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(response.status(), StatusCode::OK, "{path}");
+        response.text().await.unwrap()
+    }
+
+    async fn state(&self, rank: usize) -> Value {
+        serde_json::from_str::<Value>(&self.get("/sim/state").await).unwrap()["ranks"][rank].take()
+    }
+
+    async fn misbehave(&self, patch: Value) {
+        assert_eq!(
+            self.post("/sim/misbehave", patch).await.status(),
+            StatusCode::OK
+        );
+    }
+
+    /// Waits until the state of rank 0 meets a condition.
+    async fn eventually(&self, what: &str, condition: impl Fn(&Value) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let state = self.state(0).await;
+            if condition(&state) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{what}: {state}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Fetches all batches from sequence number `start` on from the replay socket of a rank.
+    async fn replay(&self, rank: usize, start: u64) -> Vec<EventBatch> {
+        let mut socket = DealerSocket::new();
+        socket
+            .connect(self.sources[rank]["replay_endpoint"].as_str().unwrap())
+            .await
+            .unwrap();
+        let request = vec![Bytes::new(), Bytes::copy_from_slice(&start.to_be_bytes())];
+        socket
+            .send(ZmqMessage::try_from(request).unwrap())
+            .await
+            .unwrap();
+        let mut batches = Vec::new();
+        loop {
+            let answer = tokio::time::timeout(PATIENCE, socket.recv())
+                .await
+                .unwrap()
+                .unwrap()
+                .into_vec();
+            assert_eq!(
+                (answer.len(), answer[0].len()),
+                (4, 0),
+                "empty, topic, number, payload"
+            );
+            if answer[2][..] == (-1_i64).to_be_bytes() {
+                assert!(answer[1].is_empty() && answer[3].is_empty());
+                return batches;
+            }
+            batches.push(EventBatch::of(&answer[1..]));
+        }
+    }
+}
+
+#[tokio::test]
+async fn engine_runs_inside_another_program() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let tokenizer = "examples/models/tinyllama/tokenizer.json.gz";
+    let config = warmroute_engine_sim::EngineConfig::parse_from([
+        "engine",
+        "--quiet",
+        "--id",
+        "3",
+        "--tokenizer",
+        tokenizer,
+    ]);
+    let engine = tokio::spawn(warmroute_engine_sim::run(config, listener));
+    let request = warmroute_runtime::tls::http_client_builder()
+        .build()
+        .unwrap()
+        .post(format!("http://{address}/v1/completions"))
+        .json(&ids(0..20, 2));
+    let response = request.send().await.unwrap();
+    assert_eq!(
+        (response.status(), &response.headers()["x-engine-id"]),
+        (StatusCode::OK, &"3".parse().unwrap())
+    );
+    engine.abort();
+    assert!(engine.await.unwrap_err().is_cancelled());
+}
+
+/// A decoded batch of events.
+#[derive(Clone, Debug, PartialEq)]
+struct EventBatch {
+    number: u64,
+    rank: u64,
+    events: Vec<Value>,
+}
+
+impl EventBatch {
+    fn of(frames: &[impl AsRef<[u8]>]) -> Self {
+        let [topic, number, payload] = frames else {
+            panic!("{} frames", frames.len())
+        };
+        assert_eq!(topic.as_ref(), b"kv@sim");
+        let payload: Value = rmp_serde::from_slice(payload.as_ref()).unwrap();
+        assert!(payload[0].is_f64());
+        Self {
+            number: u64::from_be_bytes(number.as_ref().try_into().unwrap()),
+            rank: payload[2].as_u64().unwrap(),
+            events: payload[1].as_array().unwrap().clone(),
+        }
+    }
+}
+
+/// A field of an event in map or array encoding.
+fn field<'e>(event: &'e Value, name: &str, at: usize) -> &'e Value {
+    if event.is_array() {
+        &event[at]
+    } else {
+        &event[name]
+    }
+}
+
+/// Number of copies of each block after the events.
+fn content(batches: &[EventBatch]) -> BTreeMap<u64, u64> {
+    let mut content = BTreeMap::new();
+    for event in batches.iter().flat_map(|batch| &batch.events) {
+        let hashes = || {
+            field(event, "block_hashes", 1)
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|hash| hash.as_u64().unwrap())
+        };
+        match field(event, "type", 0).as_str().unwrap() {
+            "BlockStored" => {
+                let tokens = field(event, "token_ids", 3).as_array().unwrap().len();
+                assert_eq!(tokens, hashes().count() * 16);
+                assert_eq!(field(event, "block_size", 4), 16);
+                hashes().for_each(|hash| *content.entry(hash).or_default() += 1);
+            }
+            "BlockRemoved" => {
+                assert_eq!(hashes().count(), 1, "one hash per removed event");
+                for hash in hashes() {
+                    let copies: &mut u64 = content.get_mut(&hash).expect("removed after stored");
+                    *copies -= 1;
+                    if *copies == 0 {
+                        content.remove(&hash);
+                    }
+                }
+            }
+            "AllBlocksCleared" => content.clear(),
+            other => panic!("{other}"),
+        }
+    }
+    content
+}
+
+fn cached(state: &Value) -> BTreeMap<u64, u64> {
+    let blocks = state["cached"].as_array().unwrap().iter();
+    blocks
+        .map(|block| {
+            (
+                block["hash"].as_u64().unwrap(),
+                block["copies"].as_u64().unwrap(),
+            )
+        })
+        .collect()
+}
+
+fn ids(range: std::ops::Range<u32>, max_tokens: u32) -> Value {
+    json!({"model": "sim", "prompt": range.collect::<Vec<_>>(), "max_tokens": max_tokens})
+}
+
+fn cached_tokens(answer: &Value) -> u64 {
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap()
+}
+
+/// Requests that store, hit, copy and evict blocks, decode past a block boundary, and clear the cache.
+async fn traffic(engine: &SimulatorProcess) {
+    for _ in 0..3 {
+        engine.complete(ids(0..64, 1)).await;
+    }
+    engine.complete(ids(1000..1040, 30)).await;
+    engine.complete(ids(2000..2300, 1)).await;
+    assert_eq!(
+        engine
+            .post("/reset_prefix_cache", json!({}))
+            .await
+            .json::<Value>()
+            .await
+            .unwrap()["reset"][0],
+        true
+    );
+    for start in [3000, 4000, 3000, 5000] {
+        engine.complete(ids(start..start + 150, 3)).await;
+    }
+}
+
+#[tokio::test]
+async fn live_events_replay_and_state_agree() {
+    for encoding in ["map", "array"] {
+        let more = [
+            "--num-blocks",
+            "24",
+            "--max-num-batched-tokens",
+            "128",
+            "--event-encoding",
+            encoding,
+        ];
+        let engine = SimulatorProcess::with_events(&more).await;
+        let mut live = SubSocket::new();
+        live.connect(engine.sources[0]["endpoint"].as_str().unwrap())
+            .await
+            .unwrap();
+        live.subscribe("kv@").await.unwrap();
+        // The subscription takes effect once the engine has read it. Requests are sent until a batch arrives.
+        let mut received = Vec::new();
+        for probe in 0.. {
+            engine
+                .complete(ids(10_000 + probe * 100..10_020 + probe * 100, 1))
+                .await;
+            if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await
+            {
+                received.push(EventBatch::of(&message.unwrap().into_vec()));
+                break;
+            }
+            assert!(probe < 400, "no event arrives");
+        }
+        traffic(&engine).await;
+        let state = engine.state(0).await;
+        let last = state["last_seq"].as_u64().unwrap();
+        while received.last().unwrap().number < last {
+            let message = tokio::time::timeout(PATIENCE, live.recv())
+                .await
+                .unwrap()
+                .unwrap();
+            received.push(EventBatch::of(&message.into_vec()));
+        }
+        let replayed = engine.replay(0, 0).await;
+        let numbers: Vec<_> = replayed.iter().map(|batch| batch.number).collect();
+        assert_eq!(numbers, (0..=last).collect::<Vec<_>>());
+        let kinds: Vec<_> = replayed
+            .iter()
+            .flat_map(|batch| &batch.events)
+            .map(|e| field(e, "type", 0))
+            .collect();
+        for kind in ["BlockStored", "BlockRemoved", "AllBlocksCleared"] {
+            assert!(kinds.contains(&&json!(kind)), "no {kind} event");
+        }
+        assert_eq!(content(&replayed), cached(&state));
+        assert_eq!(received[..], replayed[replayed.len() - received.len()..]);
+        assert_eq!(engine.replay(0, last).await, replayed[replayed.len() - 1..]);
+        assert_eq!(
+            (
+                state["blocks"]["used"].clone(),
+                state["blocks"]["free"].clone()
+            ),
+            (json!(0), json!(24))
+        );
+    }
+}
+
+#[tokio::test]
+async fn engine_connects_to_listening_subscriber() {
+    let mut live = SubSocket::new();
+    let endpoint = live.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+    live.subscribe("").await.unwrap();
+    let more = [
+        "--events-endpoint",
+        &endpoint,
+        "--events-attach",
+        "connect",
+        "--topic",
+        "kv@sim",
+    ];
+    let engine = SimulatorProcess::start(&more).await;
+    for probe in 0.. {
+        engine.complete(ids(probe * 100..probe * 100 + 20, 1)).await;
+        if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await {
+            assert_eq!(EventBatch::of(&message.unwrap().into_vec()).rank, 0);
+            return;
+        }
+        assert!(probe < 400, "no event arrives");
+    }
+}
+
+#[tokio::test]
+async fn ranks_have_separate_caches_sockets_and_sequences() {
+    let engine = SimulatorProcess::with_events(&["--dp-size", "2", "--dp-start", "2"]).await;
+    let ask = async |rank: &'static str| {
+        let headers = [("X-data-parallel-rank", rank)];
+        engine
+            .try_post("/v1/completions", ids(0..40, 1), &headers)
+            .await
+            .unwrap()
+    };
+    for (rank, hit) in [("2", 0), ("2", 32), ("3", 0), ("3", 32)] {
+        assert_eq!(
+            cached_tokens(&ask(rank).await.json().await.unwrap()),
+            hit,
+            "rank {rank}"
+        );
+    }
+    for rank in ["0", "4", "x", "-1"] {
+        assert_eq!(
+            ask(rank).await.status(),
+            StatusCode::BAD_REQUEST,
+            "rank {rank}"
+        );
+    }
+    for (at, rank) in [(0, 2), (1, 3)] {
+        let batches = engine.replay(at, 0).await;
+        assert_eq!(
+            batches
+                .iter()
+                .map(|batch| (batch.number, batch.rank))
+                .collect::<Vec<_>>(),
+            [(0, rank)]
+        );
+    }
+    let hits: Vec<_> = [
+        engine.complete(ids(500..540, 1)).await,
+        engine.complete(ids(500..540, 1)).await,
+    ]
+    .iter()
+    .map(cached_tokens)
+    .collect();
+    assert_eq!(hits, [0, 0], "without a header, ranks are used round-robin");
+    assert!(
+        engine
+            .get("/metrics")
+            .await
+            .contains("vllm:num_requests_running{engine=\"3\"")
+    );
+}
+
+#[tokio::test]
+async fn turns_hit_all_blocks_of_previous_turn() {
+    let engine = SimulatorProcess::start(&[]).await;
+    let shape = WorkloadShape {
+        groups: 2,
+        sessions_per_group: 2,
+        system_words: 200..=400,
+        ..WorkloadShape::default()
+    };
+    let mut seen = [false; 2];
+    for session in ChatWorkload::new(3, &shape).sessions {
+        let mut answers = Vec::new();
+        let mut known = 0;
+        while answers.len() < session.turns.len() {
+            let response = engine
+                .post("/v1/chat/completions", session.request("sim", &answers))
+                .await;
+            let answer: Value = response.json().await.unwrap();
+            let hit = cached_tokens(&answer);
+            if answers.is_empty() {
+                assert_eq!(
+                    hit >= 200,
+                    seen[session.group],
+                    "the group's system prompt is warm from its first session"
+                );
+            } else {
+                assert!(hit >= known / 16 * 16, "hit {hit} of {known} known tokens");
+            }
+            // The last token is sampled, but its KV is never computed.
+            known = answer["usage"]["total_tokens"].as_u64().unwrap() - 1;
+            answers.push(
+                answer["choices"][0]["message"]["content"]
+                    .as_str()
+                    .unwrap()
+                    .to_owned(),
+            );
+        }
+        seen[session.group] = true;
+    }
+}

@@ -1,0 +1,282 @@
+//! Requests and responses of the simulator.
+
+use super::*;
+
+#[tokio::test]
+async fn repeated_prompt_hits_cache_and_names_engine() {
+    let engine = SimulatorProcess::start(&[]).await;
+    let ask = json!({"model": "sim", "max_tokens": 4, "return_token_ids": true, "messages": [
+        {"role": "system", "content": "Weigh every word. ".repeat(40)}, {"role": "user", "content": "What is 2+2?"}]});
+    let mut answers = Vec::new();
+    for _ in 0..2 {
+        let headers = [("x-worker-instance-id", "42"), ("x-dp-rank", "0")];
+        let response = engine
+            .try_post("/v1/chat/completions", ask.clone(), &headers)
+            .await
+            .unwrap();
+        assert_eq!(response.headers()["x-engine-id"], "7");
+        assert_eq!(response.headers()["x-received-worker-instance-id"], "42");
+        assert_eq!(response.headers()["x-received-dp-rank"], "0");
+        answers.push(response.json::<Value>().await.unwrap());
+    }
+    let prompt = answers[0]["prompt_token_ids"].as_array().unwrap().len() as u64;
+    assert!(prompt > 150);
+    assert_eq!(answers[0]["usage"]["prompt_tokens"], prompt);
+    assert_eq!(answers[0]["usage"]["total_tokens"], prompt + 4);
+    assert_eq!(
+        (cached_tokens(&answers[0]), cached_tokens(&answers[1])),
+        (0, (prompt - 1) / 16 * 16)
+    );
+    assert_eq!(
+        answers[0]["choices"], answers[1]["choices"],
+        "answers depend on the prompt alone"
+    );
+    assert_eq!(answers[0]["choices"][0]["finish_reason"], "length");
+    let page = engine.get("/metrics").await;
+    let hits = format!(
+        "vllm:prefix_cache_hits_total{{engine=\"0\",model_name=\"sim\"}} {}.0",
+        (prompt - 1) / 16 * 16
+    );
+    assert!(page.contains(&hits), "{hits}\n{page}");
+    assert!(engine.get("/v1/models").await.contains("\"sim\""));
+    engine.get("/health").await;
+}
+
+/// Documents of an event stream before `[DONE]`.
+fn stream_chunks(stream: &str) -> Vec<Value> {
+    let events: Vec<_> = stream
+        .split_terminator("\n\n")
+        .map(|event| event.strip_prefix("data: ").unwrap())
+        .collect();
+    let (done, chunks) = events.split_last().unwrap();
+    assert_eq!(*done, "[DONE]");
+    chunks
+        .iter()
+        .map(|chunk| serde_json::from_str(chunk).unwrap())
+        .collect()
+}
+
+#[tokio::test]
+async fn stream_matches_document_and_ends_with_usage() {
+    let engine = SimulatorProcess::start(&[]).await;
+    let mut ask = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5});
+    engine.post("/v1/chat/completions", ask.clone()).await;
+    let document: Value = engine
+        .post("/v1/chat/completions", ask.clone())
+        .await
+        .json()
+        .await
+        .unwrap();
+    assert_eq!(cached_tokens(&document), 16);
+    for include_usage in [true, false] {
+        ask["stream"] = json!(true);
+        ask["stream_options"] = json!({"include_usage": include_usage});
+        let response = engine.post("/v1/chat/completions", ask.clone()).await;
+        assert!(
+            response.headers()["content-type"]
+                .to_str()
+                .unwrap()
+                .starts_with("text/event-stream")
+        );
+        let mut chunks = stream_chunks(&response.text().await.unwrap());
+        if include_usage {
+            let last = chunks.pop().unwrap();
+            assert_eq!(
+                (&last["choices"], &last["usage"]),
+                (&json!([]), &document["usage"])
+            );
+        }
+        assert_eq!(
+            chunks[0]["choices"][0]["delta"],
+            json!({"role": "assistant", "content": ""})
+        );
+        let streamed_content: String = chunks
+            .iter()
+            .map(|c| c["choices"][0]["delta"]["content"].as_str().unwrap())
+            .collect();
+        assert_eq!(
+            streamed_content,
+            document["choices"][0]["message"]["content"]
+                .as_str()
+                .unwrap()
+        );
+        let reasons: Vec<_> = chunks
+            .iter()
+            .map(|chunk| chunk["choices"][0]["finish_reason"].clone())
+            .collect();
+        let (last, others) = reasons.split_last().unwrap();
+        assert_eq!(*last, "length");
+        assert_eq!(others, [const { Value::Null }; 5]);
+    }
+}
+
+#[tokio::test]
+async fn completions_take_texts_lists_and_token_ids_and_refuse_what_they_cannot_serve() {
+    let engine = SimulatorProcess::start(&["--num-blocks", "8", "--lora", "lora-x"]).await;
+    let both = engine
+        .complete(json!({"prompt": ["one", "two"], "n": 2, "max_tokens": 2}))
+        .await;
+    assert_eq!(
+        (
+            both["choices"].as_array().unwrap().len(),
+            &both["usage"]["completion_tokens"]
+        ),
+        (4, &json!(8))
+    );
+    let lists = engine
+        .complete(json!({"prompt": [[1, 2, 3], [4]], "max_tokens": 1}))
+        .await;
+    assert_eq!(lists["usage"]["prompt_tokens"], 4);
+    let plain = engine.complete(ids(0..40, 1)).await;
+    let salted = engine.complete(
+        json!({"prompt": (0..40).collect::<Vec<_>>(), "max_tokens": 1, "cache_salt": "t"}),
+    );
+    assert_eq!(
+        (cached_tokens(&plain), cached_tokens(&salted.await)),
+        (0, 0)
+    );
+    let adapted =
+        json!({"model": "lora-x", "prompt": (0..40).collect::<Vec<_>>(), "max_tokens": 1});
+    assert_eq!(cached_tokens(&engine.complete(adapted.clone()).await), 0);
+    assert_eq!(cached_tokens(&engine.complete(adapted).await), 32);
+    for (body, status) in [
+        (json!({"prompt": "x", "model": "nobody"}), 404),
+        (json!({"prompt": "x", "max_tokens": 0}), 400),
+        (ids(0..127, 2), 400),
+        (json!({"prompt": {"not": "a prompt"}}), 400),
+    ] {
+        let response = engine.post("/v1/completions", body.clone()).await;
+        assert_eq!(response.status().as_u16(), status, "{body}");
+        assert_eq!(
+            response.json::<Value>().await.unwrap()["error"]["code"],
+            status
+        );
+    }
+}
+
+#[tokio::test]
+async fn token_endpoints_match_vllm_formats() {
+    let engine = SimulatorProcess::with_events(&["--model", "m"]).await;
+    let chat = json!({"model": "m", "max_tokens": 1, "cache_salt": "s", "return_token_ids": true,
+        "messages": [{"role": "user", "content": "Hello, what is new?"}]});
+    let answer: Value = post_json(&engine, "/v1/chat/completions", chat.clone()).await;
+    let tokens = answer["prompt_token_ids"].clone();
+    let tokenized: Value = post_json(&engine, "/tokenize", chat.clone()).await;
+    assert_eq!(
+        (&tokenized["tokens"], tokenized["count"].as_u64()),
+        (&tokens, Some(tokens.as_array().unwrap().len() as u64))
+    );
+    let rendered: Value = post_json(&engine, "/v1/chat/completions/render", chat.clone()).await;
+    assert_eq!(
+        (&rendered["token_ids"], &rendered["cache_salt"]),
+        (&tokens, &json!("s"))
+    );
+    let body = json!({"prompt": ["one", "two three"], "truncate_prompt_tokens": 1});
+    let lists: Value = post_json(&engine, "/v1/completions/render", body).await;
+    assert_eq!(
+        lists
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|one| one["token_ids"].as_array().unwrap().len())
+            .max(),
+        Some(1)
+    );
+    let tokenized: Value = post_json(
+        &engine,
+        "/tokenize",
+        json!({"prompt": "two three", "truncate_prompt_tokens": 1}),
+    )
+    .await;
+    assert_eq!(tokenized["count"], 2, "/tokenize ignores truncation");
+    for (path, body) in [
+        ("/tokenize", json!([])),
+        ("/tokenize", json!({})),
+        ("/tokenize", json!({"prompt": [1]})),
+    ] {
+        assert_eq!(
+            engine.post(path, body.clone()).await.status(),
+            StatusCode::BAD_REQUEST,
+            "{path} {body}"
+        );
+    }
+}
+
+async fn post_json(engine: &SimulatorProcess, path: &str, body: Value) -> Value {
+    engine.post(path, body).await.json().await.unwrap()
+}
+
+#[tokio::test]
+async fn event_sources_match_vllm_format() {
+    let engine = SimulatorProcess::with_events(&["--model", "m"]).await;
+    let sources: Value = serde_json::from_str(&engine.get("/kv_event_sources").await).unwrap();
+    let port = engine.sources[0]["endpoint"]
+        .as_str()
+        .unwrap()
+        .rsplit_once(':')
+        .unwrap()
+        .1
+        .to_owned();
+    assert_eq!(sources["0"]["endpoint"], format!("tcp://*:{port}"));
+    assert!(engine.get("/version").await.contains("engine_sim"));
+}
+
+#[tokio::test]
+async fn disabled_features_are_missing() {
+    let off = [
+        "--no-prefix-caching",
+        "--no-prompt-tokens-details",
+        "--no-render",
+        "--no-tokenize",
+        "--no-kv-event-sources",
+    ];
+    let engine =
+        SimulatorProcess::with_events(&[&off[..], &["--api-key", "secret"]].concat()).await;
+    let body = ids(0..100, 2);
+    let status = async |path: &str, token: &str| {
+        engine
+            .try_post(path, body.clone(), &[("authorization", token)])
+            .await
+            .unwrap()
+            .status()
+    };
+    assert_eq!(
+        status("/v1/completions", "Bearer other").await,
+        StatusCode::UNAUTHORIZED
+    );
+    assert_eq!(
+        status("/v1/completions/render", "Bearer secret").await,
+        StatusCode::FORBIDDEN
+    );
+    assert_eq!(status("/tokenize", "").await, StatusCode::NOT_FOUND);
+    for _ in 0..2 {
+        let answer = engine
+            .try_post(
+                "/v1/completions",
+                body.clone(),
+                &[("authorization", "bearer secret")],
+            )
+            .await;
+        let answer: Value = answer.unwrap().json().await.unwrap();
+        assert_eq!(answer["usage"]["prompt_tokens_details"], Value::Null);
+    }
+    let state = engine.state(0).await;
+    assert_eq!(
+        (&state["blocks"]["cached"], &state["last_seq"]),
+        (&json!(0), &Value::Null),
+        "{state}"
+    );
+    assert!(
+        engine
+            .get("/metrics")
+            .await
+            .contains("enable_prefix_caching=\"False\"")
+    );
+    let sources = engine
+        .http
+        .get(format!("http://{}/kv_event_sources", engine.address))
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(sources.status(), StatusCode::NOT_FOUND);
+}

@@ -1,0 +1,326 @@
+//! Exchanges with an ext_proc server that names one endpoint.
+
+use super::*;
+
+/// ext_proc server that changes nothing and selects the same endpoint for every request.
+#[derive(Clone)]
+pub(super) struct OneEndpoint {
+    endpoint: SocketAddr,
+    pub(super) seen: Arc<Mutex<Vec<&'static str>>>,
+    /// Response headers as warmroute parses them.
+    heads: Arc<Mutex<Vec<ResponseHead>>>,
+    /// Body sizes of retries.
+    pub(super) tries: Arc<Mutex<Vec<usize>>>,
+    /// True if streams of the retry filter fail.
+    fails_tries: bool,
+}
+
+impl OneEndpoint {
+    /// Serves on the socket until the runtime of the test ends.
+    pub(super) fn start(endpoint: SocketAddr, socket: &Path) -> Self {
+        Self::start_with(endpoint, socket, false)
+    }
+
+    pub(super) fn start_with(endpoint: SocketAddr, socket: &Path, fails_tries: bool) -> Self {
+        let server = Self {
+            endpoint,
+            seen: Arc::default(),
+            heads: Arc::default(),
+            tries: Arc::default(),
+            fails_tries,
+        };
+        let service =
+            ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
+        let incoming = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
+        tokio::spawn(tonic::transport::Server::builder().serve_with_incoming(service, incoming));
+        server
+    }
+
+    fn answer(&self, request: &proto::ProcessingRequest) -> Option<proto::ProcessingResponse> {
+        let message = request.request.as_ref()?;
+        if let Message::ResponseHeaders(headers) = message {
+            self.heads.lock().push(ResponseHead::parse(
+                headers.headers.as_ref(),
+                &request.attributes,
+            ));
+        }
+        let (name, reply) = match message {
+            Message::RequestHeaders(_) => {
+                ("request headers", Reply::RequestHeaders(Default::default()))
+            }
+            Message::RequestBody(_) => ("request body", Reply::RequestBody(Default::default())),
+            Message::ResponseHeaders(_) => (
+                "response headers",
+                Reply::ResponseHeaders(Default::default()),
+            ),
+            Message::ResponseBody(_) => ("response body", Reply::ResponseBody(Default::default())),
+            Message::RequestTrailers(_) => (
+                "request trailers",
+                Reply::RequestTrailers(Default::default()),
+            ),
+            Message::ResponseTrailers(_) => (
+                "response trailers",
+                Reply::ResponseTrailers(Default::default()),
+            ),
+        };
+        self.seen.lock().push(name);
+        // The same dynamic metadata as from warmroute.
+        let text = |text: String| Value {
+            kind: Some(Kind::StringValue(text)),
+        };
+        let namespace = |fields: Vec<(&str, String)>| {
+            let fields = fields
+                .into_iter()
+                .map(|(key, value)| (key.to_owned(), text(value)))
+                .collect();
+            Value {
+                kind: Some(Kind::StructValue(Struct { fields })),
+            }
+        };
+        let dynamic_metadata = matches!(message, Message::RequestBody(_)).then(|| {
+            let lb = vec![
+                ("x-gateway-destination-endpoint", self.endpoint.to_string()),
+                ("worker_id", "1".to_owned()),
+            ];
+            let ours = vec![("exchange", "the-only-one".to_owned())];
+            Struct {
+                fields: [
+                    ("envoy.lb".to_owned(), namespace(lb)),
+                    ("warmroute".to_owned(), namespace(ours)),
+                ]
+                .into(),
+            }
+        });
+        Some(proto::ProcessingResponse {
+            response: Some(reply),
+            dynamic_metadata,
+            ..Default::default()
+        })
+    }
+
+    /// Records a retry and passes it unchanged.
+    fn answer_try(
+        &self,
+        request: &proto::ProcessingRequest,
+    ) -> Result<proto::ProcessingResponse, tonic::Status> {
+        if self.fails_tries {
+            return Err(tonic::Status::unavailable(
+                "the retry filter is unavailable",
+            ));
+        }
+        let reply = match request.request.as_ref() {
+            Some(Message::RequestBody(body)) => {
+                let metadata = request
+                    .metadata_context
+                    .as_ref()
+                    .and_then(|context| context.filter_metadata.get("warmroute"));
+                assert!(
+                    metadata.is_some_and(|metadata| metadata.fields.contains_key("exchange")),
+                    "{request:?}"
+                );
+                self.tries.lock().push(body.body.len());
+                Reply::RequestBody(Default::default())
+            }
+            _ => Reply::RequestHeaders(Default::default()),
+        };
+        Ok(proto::ProcessingResponse {
+            response: Some(reply),
+            ..Default::default()
+        })
+    }
+}
+
+/// Records the end of an exchange, successful or not, when it is dropped.
+struct FixedProcessor(OneEndpoint);
+
+impl Drop for FixedProcessor {
+    fn drop(&mut self) {
+        self.0.seen.lock().push("end");
+    }
+}
+
+#[tonic::async_trait]
+impl ExternalProcessor for OneEndpoint {
+    type ProcessStream = std::pin::Pin<
+        Box<dyn Stream<Item = Result<proto::ProcessingResponse, tonic::Status>> + Send>,
+    >;
+
+    async fn process(
+        &self,
+        request: tonic::Request<tonic::Streaming<proto::ProcessingRequest>>,
+    ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
+        // Streams of the first-token probe get replies but are not recorded as exchanges.
+        let filter = request.metadata().get("x-warmroute-filter").cloned();
+        if filter.as_ref().is_some_and(|filter| filter == "retry") {
+            let server = self.clone();
+            let replies = request
+                .into_inner()
+                .map_while(move |message| Some(server.answer_try(&message.ok()?)));
+            return Ok(tonic::Response::new(Box::pin(replies)));
+        }
+        let is_probe = filter.is_some_and(|filter| filter == "probe");
+        let recorder = if is_probe {
+            Self {
+                seen: Arc::default(),
+                ..self.clone()
+            }
+        } else {
+            self.clone()
+        };
+        let exchange = FixedProcessor(recorder);
+        // The stream of a normal exchange may end with an error.
+        let replies = request
+            .into_inner()
+            .map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
+        Ok(tonic::Response::new(Box::pin(replies)))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn endpoint_in_metadata_gets_every_request() {
+    let workers = [
+        EchoWorker::start().await,
+        EchoWorker::start().await,
+        EchoWorker::start().await,
+    ];
+    let endpoints = workers.each_ref().map(|worker| worker.endpoint);
+    let gateway = EnvoyGateway::start_patient(&endpoints).await;
+    let server = OneEndpoint::start(endpoints[1], &gateway.place().ext_proc_socket());
+    for _ in 0..20 {
+        assert_eq!(
+            gateway.served_by().await,
+            (200, Some(endpoints[1].to_string()))
+        );
+    }
+    assert_eq!(
+        server
+            .seen
+            .lock()
+            .iter()
+            .filter(|name| **name == "request body")
+            .count(),
+        20
+    );
+}
+
+/// Starts a worker that closes each connection without a response.
+async fn start_mute() -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let endpoint = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let (mut connection, _) = listener.accept().await.unwrap();
+            let mut byte = [0; 1];
+            connection.read_exact(&mut byte).await.ok();
+        }
+    });
+    endpoint
+}
+
+/// Starts a worker that rejects every request with 503.
+async fn start_rejecting() -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let endpoint = listener.local_addr().unwrap();
+    let app = Router::new().fallback(async || axum::http::StatusCode::SERVICE_UNAVAILABLE);
+    tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
+    endpoint
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn response_head_identifies_its_source() {
+    let worker = EchoWorker::start().await;
+    let mute = start_mute().await;
+    let rejecting = start_rejecting().await;
+    let dead = SocketAddr::from((Ipv4Addr::LOCALHOST, FreePort::find().unwrap().release()));
+    let alive = worker.endpoint;
+    let envoy = ResponseSource::Envoy;
+    let worker = ResponseSource::Worker;
+    for (case, endpoints, status, source) in [
+        ("chosen worker", vec![alive], 200, worker(alive)),
+        (
+            "another worker: the chosen one is dead",
+            vec![dead, alive],
+            200,
+            worker(alive),
+        ),
+        ("Envoy: the only worker is dead", vec![dead], 503, envoy),
+        (
+            "Envoy: the chosen worker closes the connection",
+            vec![mute],
+            503,
+            envoy,
+        ),
+        ("Envoy: the cluster is empty", vec![], 503, envoy),
+        (
+            "chosen worker, with an error",
+            vec![rejecting],
+            503,
+            worker(rejecting),
+        ),
+    ] {
+        // As shipped, and with retries of 5xx: a worker may also respond on the last attempt.
+        for retry_on in ["connect-failure", "5xx,connect-failure"] {
+            let patient = |shipped: String| {
+                let patient = shipped.replace(" message_timeout: 1s", " message_timeout: 20s");
+                patient.replace(
+                    "retry_on: connect-failure",
+                    &format!("retry_on: {retry_on}"),
+                )
+            };
+            let gateway = EnvoyGateway::start_with(&endpoints, patient).await;
+            let chosen = endpoints.first().copied().unwrap_or(dead);
+            let server = OneEndpoint::start(chosen, &gateway.place().ext_proc_socket());
+            let response = gateway.post("/v1/completions", 100).send().await;
+            assert_eq!(response.unwrap().status(), status, "{case}");
+            let head = server.heads.lock().pop().unwrap();
+            assert_eq!(
+                (head.status, head.source),
+                (status, source),
+                "{case}, retry on {retry_on}"
+            );
+        }
+    }
+}
+
+/// The end of the exchange releases the load of a worker. It must not come early, and must come
+/// when the client disconnects.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn exchange_ends_with_response_or_client() {
+    const WITH_BODY: &[&str] = &["request headers", "request body", "response headers", "end"];
+    const WITHOUT: &[&str] = &["request headers", "response headers", "end"];
+    let worker = EchoWorker::start().await;
+    let gateway = EnvoyGateway::start_patient(&[worker.endpoint]).await;
+    let server = OneEndpoint::start(worker.endpoint, &gateway.place().ext_proc_socket());
+    let seen =
+        async |expected: &[&str]| until(SOON, async || *server.seen.lock() == expected).await;
+    for (bytes, whole, disconnects) in [
+        (100, WITH_BODY, false),
+        (100, WITH_BODY, true),
+        (0, WITHOUT, false),
+        (0, WITHOUT, true),
+    ] {
+        server.seen.lock().clear();
+        let mut response = gateway.post("/v1/held", bytes).send().await.unwrap();
+        assert_eq!(response.chunk().await.unwrap().unwrap(), "first");
+        assert!(
+            seen(&whole[..whole.len() - 1]).await,
+            "{:?}",
+            server.seen.lock()
+        );
+        // An end that comes with the response headers takes less than 1 ms, so 200 ms detect it.
+        assert!(
+            !until(Duration::from_millis(200), async || server
+                .seen
+                .lock()
+                .contains(&"end"))
+            .await
+        );
+        if disconnects {
+            drop(response);
+        } else {
+            worker.end_held.notify_one();
+            assert_eq!(response.text().await.unwrap(), "last");
+        }
+        assert!(seen(whole).await, "{:?}", server.seen.lock());
+    }
+}

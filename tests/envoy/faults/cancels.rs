@@ -1,0 +1,120 @@
+//! Clients that disconnect in each phase of a request. Their bookings must be released.
+
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::future::join_all;
+use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
+
+use crate::faults::bed::{FaultBed, TimeoutLength, chat, stream};
+use crate::faults::load::{connect, raw};
+
+#[tokio::test]
+async fn disconnect_during_upload_leaves_no_exchange() {
+    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let mut clients = Vec::new();
+    for at in 0..8 {
+        let mut client = connect(&bed).await;
+        let request = raw(&chat(&format!("upload {at}"), 5));
+        client
+            .write_all(&request.as_bytes()[..request.len() - 100])
+            .await
+            .unwrap();
+        clients.push(client);
+    }
+    bed.wait_exchanges(8).await;
+    assert_eq!(
+        bed.load("active_requests").await,
+        0,
+        "a request is booked before its prompt is known"
+    );
+    drop(clients);
+    bed.quiet().await;
+    bed.routed_again().await;
+}
+
+#[tokio::test]
+async fn disconnect_of_held_request_leaves_no_booking() {
+    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    bed.stack.router().unwrap().freeze();
+    let sending = bed.send_many_in_background(8, "held", 5);
+    bed.wait_held(8).await;
+    sending.iter().for_each(tokio::task::JoinHandle::abort);
+    bed.wait_held(0).await;
+    bed.stack.router().unwrap().thaw();
+    bed.quiet().await;
+    bed.routed_again().await;
+}
+
+#[tokio::test]
+async fn disconnect_during_tokenization_leaves_no_booking() {
+    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let long = "A long prompt takes its time. ".repeat(40_000);
+    let sending: Vec<_> = (0..6)
+        .map(|at| bed.send_in_background(chat(&format!("{at} {long}"), 5)))
+        .collect();
+    bed.wait_exchanges(6).await;
+    sending.iter().for_each(tokio::task::JoinHandle::abort);
+    bed.quiet().await;
+    bed.routed_again().await;
+}
+
+#[tokio::test]
+async fn disconnect_before_first_token_frees_worker() {
+    let bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
+    for engine in 0..2 {
+        bed.misbehave(engine, &json!({"slow_first_token_ms": 600_000}))
+            .await;
+    }
+    // Every second request is unary and waits for headers. The others wait for their first token.
+    let sending = bed.send_many_in_background(12, "waiting", 5);
+    bed.wait_load("active_requests", 12).await;
+    sending.iter().for_each(tokio::task::JoinHandle::abort);
+    bed.quiet().await;
+}
+
+#[tokio::test]
+async fn disconnect_during_stream_frees_worker() {
+    let bed = FaultBed::start(2, &["--step-us", "50000"], TimeoutLength::Long).await;
+    let begun = join_all((0..8).map(async |at| {
+        let mut response = bed
+            .post(&stream(&format!("middle {at}"), 1000))
+            .send()
+            .await
+            .unwrap();
+        response.chunk().await.unwrap().unwrap();
+        response
+    }));
+    let begun = begun.await;
+    assert_eq!(bed.load("active_requests").await, 8);
+    drop(begun);
+    bed.quiet().await;
+}
+
+#[tokio::test]
+async fn disconnects_at_random_times_leave_no_booking() {
+    let bed = FaultBed::start(2, &["--step-us", "10000"], TimeoutLength::Long).await;
+    let one = async |at: usize| {
+        let text = format!(
+            "random {at} {}",
+            "padding ".repeat(rand::random_range(0..400))
+        );
+        let body = if at.is_multiple_of(2) {
+            chat(&text, 20)
+        } else {
+            stream(&text, 20)
+        };
+        let patience = Duration::from_millis(rand::random_range(0..300));
+        let asked = async { bed.post(&body).send().await.unwrap().text().await.unwrap() };
+        tokio::time::timeout(patience, asked).await.is_err()
+    };
+    let left: Vec<bool> = futures_util::stream::iter((0..400).map(one))
+        .buffer_unordered(32)
+        .collect()
+        .await;
+    let left = left.into_iter().filter(|left| *left).count();
+    assert!(left >= 200, "only {left} clients left early");
+    bed.quiet().await;
+    bed.routed_again().await;
+}

@@ -1,0 +1,113 @@
+//! SIGTERM during streaming responses.
+
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::EngineSpec;
+use warmroute_testbed::ports::until;
+
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, stream, usage_of_stream};
+
+/// An engine that streams at most 25 tokens per second.
+fn slow_engine() -> EngineSpec {
+    EngineSpec::new(1).with(&["--step-us", "40000"])
+}
+
+/// Starts streams and waits for the first token of each.
+async fn begin(bed: &FaultBed, count: usize, tokens: u64) -> Vec<(reqwest::Response, Vec<u8>)> {
+    let one = async |at: usize| {
+        let mut response = bed
+            .post(&stream(&format!("stream {at}"), tokens))
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(response.status(), 200);
+        let first = response.chunk().await.unwrap().unwrap().to_vec();
+        (response, first)
+    };
+    join_all((0..count).map(one)).await
+}
+
+/// Reads the rest of the streams and asserts that they are whole.
+async fn end(streams: Vec<(reqwest::Response, Vec<u8>)>, tokens: u64) {
+    for (response, first) in streams {
+        let text = [first, response.bytes().await.unwrap().to_vec()].concat();
+        assert_eq!(
+            usage_of_stream(std::str::from_utf8(&text).unwrap())["completion_tokens"],
+            tokens
+        );
+    }
+}
+
+/// Waits for the exit of the process and asserts success. Returns the time of the exit.
+async fn exits_well(bed: &FaultBed) -> Instant {
+    let router = bed.stack.router().unwrap();
+    assert!(
+        until(SOON, async || !router.is_running()).await,
+        "still running:\n{}",
+        router.log_tail()
+    );
+    let status = router.wait_exit(Instant::now()).unwrap();
+    assert!(status.success(), "{status}:\n{}", router.log_tail());
+    Instant::now()
+}
+
+#[tokio::test]
+async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
+    let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, json!({})).await;
+    let streams = begin(&bed, 4, 150).await;
+    bed.stack.router().unwrap().terminate();
+
+    let mut page = Value::Null;
+    let draining = async || {
+        let response = bed
+            .http
+            .get(bed.stack.admin_url("/readyz"))
+            .send()
+            .await
+            .unwrap();
+        let status = response.status();
+        page = response.json().await.unwrap();
+        status == StatusCode::SERVICE_UNAVAILABLE
+    };
+    assert!(until(SOON, draining).await, "{page}");
+    assert_eq!(page, json!({"ready": false, "pending": ["draining"]}));
+    for answer in all(bed.send_many_in_background(4, "new", 2)).await {
+        assert_eq!(answer.mode, None, "no new exchange is begun while draining");
+    }
+    assert!(
+        bed.load("active_requests").await > 0,
+        "the streams ended early, so the test proves nothing"
+    );
+    end(streams, 150).await;
+    exits_well(&bed).await;
+    let log = bed.stack.router().unwrap().log_tail();
+    assert!(!log.contains("drain deadline exceeded"), "{log}");
+    for answer in all(bed.send_many_in_background(2, "newer", 2)).await {
+        assert_eq!(answer.mode, None);
+    }
+}
+
+#[tokio::test]
+async fn drain_deadline_leaves_streams_to_envoy() {
+    let more = json!({"process": {"drain": {"grace_period": "0s", "timeout": "500ms"}}});
+    let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, more).await;
+    let streams = begin(&bed, 4, 200).await;
+    let signalled = Instant::now();
+    bed.stack.router().unwrap().terminate();
+    let took = exits_well(&bed).await - signalled;
+    assert!(
+        took >= Duration::from_millis(450),
+        "exited after {took:?} with open streams"
+    );
+    assert!(
+        took < Duration::from_secs(6),
+        "exited only after {took:?}; the streams take 8 s"
+    );
+    end(streams, 200).await;
+    for answer in all(bed.send_many_in_background(2, "newer", 2)).await {
+        assert_eq!(answer.mode, None);
+    }
+}

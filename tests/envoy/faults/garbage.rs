@@ -1,0 +1,230 @@
+//! Peers of the ext_proc socket that violate the protocol or send messages in an invalid order.
+
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use proto::external_processor_client::ExternalProcessorClient;
+use proto::processing_request::Request as Message;
+use rand::rngs::SmallRng;
+use rand::{Rng as _, RngExt as _, SeedableRng as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat};
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// Asserts that requests of Envoy are routed exactly and that no state remains from other peers.
+async fn assert_unharmed(bed: &FaultBed) {
+    assert!(
+        bed.stack.router().unwrap().is_running(),
+        "{}",
+        bed.stack.router().unwrap().log_tail()
+    );
+    bed.quiet().await;
+    for at in 0..3 {
+        assert_eq!(
+            bed.ask(&chat(&format!("after {at}"), 2))
+                .await
+                .mode
+                .as_deref(),
+            Some("exact")
+        );
+    }
+    bed.quiet().await;
+}
+
+#[tokio::test]
+async fn invalid_http2_bytes_are_harmless() {
+    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let socket = bed.stack.envoy_setup().ext_proc_socket();
+    let mut random = SmallRng::seed_from_u64(3);
+    let mut noise = vec![0; 60_000];
+    random.fill_bytes(&mut noise);
+    // A frame header with a length of 16 MiB, an unknown frame type, and an invalid header block.
+    let frames: [&[u8]; 3] = [
+        &[255, 255, 255, 0, 0, 0, 0, 0, 1],
+        &[0, 0, 0, 99, 0, 0, 0, 0, 1],
+        &[0, 0, 2, 1, 4, 0, 0, 0, 1, 255, 255],
+    ];
+    let mut cases = vec![
+        noise,
+        PREFACE[..12].to_vec(),
+        PREFACE.to_vec(),
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
+        Vec::new(),
+    ];
+    cases.extend(frames.map(|frame| [PREFACE, &[0, 0, 0, 4, 0, 0, 0, 0, 0], frame].concat()));
+    let mut held = Vec::new();
+    for case in &cases {
+        let mut left = UnixStream::connect(&socket).await.unwrap();
+        // The server may close the connection during the write.
+        _ = left.write_all(case).await;
+        drop(left);
+        let mut stays = UnixStream::connect(&socket).await.unwrap();
+        _ = stays.write_all(case).await;
+        held.push(stays);
+    }
+    assert_unharmed(&bed).await;
+    // Silent peers stay connected. The server closes the connections of peers that sent invalid bytes.
+    let mut answer = Vec::new();
+    let disconnected = tokio::time::timeout(SOON, held[0].read_to_end(&mut answer)).await;
+    assert!(
+        disconnected.is_ok(),
+        "the server keeps a connection with invalid bytes open"
+    );
+    drop(held);
+    assert_unharmed(&bed).await;
+}
+
+fn headers(end_of_stream: bool) -> proto::HttpHeaders {
+    let header = |(key, value): &(&str, &str)| HeaderValue {
+        key: (*key).to_owned(),
+        raw_value: value.as_bytes().to_vec(),
+        ..HeaderValue::default()
+    };
+    let headers = [
+        (":method", "POST"),
+        (":path", "/v1/chat/completions"),
+        (":status", "200"),
+        ("content-type", "text/event-stream"),
+    ];
+    let headers = Some(HeaderMap {
+        headers: headers.iter().map(header).collect(),
+    });
+    proto::HttpHeaders {
+        headers,
+        end_of_stream,
+        ..proto::HttpHeaders::default()
+    }
+}
+
+fn body(text: &str, end_of_stream: bool) -> proto::HttpBody {
+    proto::HttpBody {
+        body: text.as_bytes().to_vec(),
+        end_of_stream,
+        ..proto::HttpBody::default()
+    }
+}
+
+/// The message of a letter. Request messages are in lower case, response messages in upper case:
+/// `h`eaders, `b`ody, `t`railers, `e` the end of a body, `n` headers without a body. `x` is a message
+/// without content.
+fn message(letter: char, chat: &str) -> Option<Message> {
+    Some(match letter {
+        'h' => Message::RequestHeaders(headers(false)),
+        'n' => Message::RequestHeaders(headers(true)),
+        'b' => Message::RequestBody(body(chat, false)),
+        'e' => Message::RequestBody(body(chat, true)),
+        't' => Message::RequestTrailers(proto::HttpTrailers::default()),
+        'H' => Message::ResponseHeaders(headers(false)),
+        'N' => Message::ResponseHeaders(headers(true)),
+        'B' => Message::ResponseBody(body("data: {}\n\n", false)),
+        'E' => Message::ResponseBody(body("", true)),
+        'T' => Message::ResponseTrailers(proto::HttpTrailers::default()),
+        _ => return None,
+    })
+}
+
+async fn connect(bed: &FaultBed) -> ExternalProcessorClient<Channel> {
+    let endpoint = Endpoint::from_shared(format!(
+        "unix://{}",
+        bed.stack.envoy_setup().ext_proc_socket().display()
+    ));
+    ExternalProcessorClient::new(endpoint.unwrap().connect().await.unwrap())
+}
+
+/// Sends the messages, and asserts that the server ends its side after the client. Returns the number of
+/// replies.
+async fn send(
+    client: &ExternalProcessorClient<Channel>,
+    letters: &str,
+    modes: (i32, i32),
+) -> usize {
+    let chat = chat("nonsense", 5).to_string();
+    let one = |(at, letter)| proto::ProcessingRequest {
+        request: message(letter, &chat),
+        protocol_config: (at == 0).then(|| proto::ProtocolConfiguration {
+            request_body_mode: modes.0,
+            response_body_mode: modes.1,
+            ..proto::ProtocolConfiguration::default()
+        }),
+        ..proto::ProcessingRequest::default()
+    };
+    let messages: Vec<_> = letters.chars().enumerate().map(one).collect();
+    let exchange = async {
+        let Ok(stream) = client.clone().process(tokio_stream::iter(messages)).await else {
+            return 0;
+        };
+        let mut stream = stream.into_inner();
+        let mut replies = 0;
+        while let Ok(Some(_)) = stream.message().await {
+            replies += 1;
+        }
+        replies
+    };
+    tokio::time::timeout(SOON, exchange)
+        .await
+        .unwrap_or_else(|_| panic!("no end after {letters} with modes {modes:?}"))
+}
+
+#[tokio::test]
+async fn invalid_message_order_is_harmless() {
+    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let client = connect(&bed).await;
+    // The body modes of Envoy, and one that does not exist.
+    let modes = [0, 1, 2, 3, 4, 77];
+    for letters in [
+        "B", "BHhb", "hh", "hehe", "heb", "hehebbb", "EEE", "THht", "x", "xhxex", "nee", "ttt",
+        "NBET", "hbbbb", "heHHBE",
+    ] {
+        for request in modes {
+            send(&client, letters, (request, 2)).await;
+        }
+    }
+    // A valid order, to prove that there are replies.
+    assert_eq!(send(&client, "hx", (2, 0)).await, 1);
+    assert_unharmed(&bed).await;
+
+    let mut random = SmallRng::seed_from_u64(11);
+    for _ in 0..300 {
+        let count = random.random_range(1..12);
+        let letters: String = (0..count)
+            .map(|_| char::from(b"hnbetHNBETx"[random.random_range(0..11)]))
+            .collect();
+        let mode = |random: &mut SmallRng| modes[random.random_range(0..modes.len())];
+        send(&client, &letters, (mode(&mut random), mode(&mut random))).await;
+    }
+    assert_unharmed(&bed).await;
+}
+
+#[tokio::test]
+async fn lost_peer_leaves_no_booking() {
+    let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
+    let client = connect(&bed).await;
+    let chat = chat("vanishing", 5).to_string();
+    let mut open = Vec::new();
+    for _ in 0..20 {
+        let (sender, messages) = tokio::sync::mpsc::channel(4);
+        for letter in ['h', 'e'] {
+            let protocol_config = Some(proto::ProtocolConfiguration {
+                request_body_mode: 2,
+                ..Default::default()
+            });
+            let request = message(letter, &chat);
+            sender
+                .send(proto::ProcessingRequest {
+                    request,
+                    protocol_config,
+                    ..Default::default()
+                })
+                .await
+                .unwrap();
+        }
+        let messages = tokio_stream::wrappers::ReceiverStream::new(messages);
+        open.push((sender, client.clone().process(messages).await.unwrap()));
+    }
+    bed.wait_load("active_requests", 20).await;
+    drop((open, client));
+    assert_unharmed(&bed).await;
+}

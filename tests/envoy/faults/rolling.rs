@@ -1,0 +1,114 @@
+//! Rolling restarts under load: each warmroute process takes over the socket and the addresses of its
+//! predecessor, while Envoy sends requests continuously.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use serde_json::json;
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::deployment::EngineSpec;
+use warmroute_testbed::ports::until;
+
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, stream, usage_of_stream, whole};
+
+/// Minimum number of requests. More are sent if the restarts take longer.
+const REQUESTS: usize = 5_000;
+const RESTARTS: usize = 4;
+/// Number of clients, each with one request at a time.
+const CLIENTS: usize = 12;
+
+/// Starts four streams of 400 tokens.
+async fn long_streams(bed: &FaultBed) -> Vec<reqwest::Response> {
+    let sent = (0..4).map(|at| bed.post(&stream(&format!("long {at}"), 400)).send());
+    let responses: Vec<_> = join_all(sent)
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    assert!(responses.iter().all(|response| response.status() == 200));
+    responses
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restarts_under_load_lose_no_request_or_stream() {
+    let engines = [
+        EngineSpec::new(1),
+        EngineSpec::new(2),
+        EngineSpec::new(3).with(&["--step-us", "40000"]),
+    ];
+    let more = json!({"process": {"drain": {"grace_period": "5s", "timeout": "60s"}}});
+    let mut bed = FaultBed::of(&engines, TimeoutLength::Shipped, more).await;
+    let long = long_streams(&bed).await;
+
+    let sent = Arc::new(AtomicUsize::new(0));
+    let routed = Arc::new(AtomicUsize::new(0));
+    let restarted = Arc::new(AtomicBool::new(false));
+    let url = bed.stack.url("/v1/chat/completions");
+    let client = |of: usize| {
+        let sent = sent.clone();
+        let routed = routed.clone();
+        let restarted = restarted.clone();
+        let http = bed.http.clone();
+        let url = url.clone();
+        tokio::spawn(async move {
+            loop {
+                let at = sent.fetch_add(1, Ordering::Relaxed);
+                if at >= REQUESTS && restarted.load(Ordering::Acquire) {
+                    return;
+                }
+                let body = if at.is_multiple_of(4) {
+                    stream(&format!("{of} {at}"), 2)
+                } else {
+                    chat(&format!("{of} {at}"), 1)
+                };
+                // Asserts status 200 and a whole response.
+                let answer = whole(http.post(&url).json(&body).send().await.unwrap(), &body).await;
+                routed.fetch_add(usize::from(answer.mode.is_some()), Ordering::Relaxed);
+            }
+        })
+    };
+    let clients: Vec<_> = (0..CLIENTS).map(client).collect();
+    let began = Instant::now();
+    let mut left = Vec::new();
+    for nth in 1..=RESTARTS {
+        let wanted = nth * REQUESTS / (RESTARTS + 2);
+        assert!(until(SOON, async || sent.load(Ordering::Relaxed) >= wanted).await);
+        left.push(bed.replace_router().await);
+    }
+    restarted.store(true, Ordering::Release);
+    for client in clients {
+        client.await.unwrap();
+    }
+    let sent = sent.load(Ordering::Relaxed) - CLIENTS;
+    let routed = routed.load(Ordering::Relaxed);
+    assert!(sent >= REQUESTS);
+    // The restarts leave no gap. On a busy machine, a few requests may exceed the message timeout of Envoy.
+    assert!(
+        routed * 100 >= sent * 98,
+        "only {routed} of {sent} were routed by warmroute, in {:?}",
+        began.elapsed()
+    );
+    for answer in long {
+        let text = answer.text().await.unwrap();
+        assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
+    }
+    assert_all_end(left).await;
+    bed.quiet().await;
+}
+
+/// Waits until the former processes end, without an error.
+async fn assert_all_end(left: Vec<ChildProcess>) {
+    for old in left {
+        assert!(
+            until(SOON, async || !old.is_running()).await,
+            "still running:\n{}",
+            old.log_tail()
+        );
+        let status = old
+            .wait_exit(Instant::now() + Duration::from_secs(1))
+            .unwrap();
+        assert!(status.success(), "{status}:\n{}", old.log_tail());
+    }
+}

@@ -1,0 +1,247 @@
+//! Responses to clients while warmroute is killed, frozen, or has no ready endpoint. The table in
+//! `examples/kubernetes/README.md` says the same.
+
+use std::time::{Duration, Instant};
+
+use reqwest::RequestBuilder;
+use warmroute_testbed::ports::until;
+
+use crate::gateways::bed::GatewayTestbed;
+use crate::gateways::generated::{
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED,
+    ISTIO_BUFFERED,
+};
+use crate::shipped::bursts::{BurstEngine, EVENTS, PACED, begin, is_whole};
+use crate::support::deployment::{PATIENCE, chat, essay};
+
+/// Effect of a frozen warmroute on requests.
+#[derive(Clone, Copy, Debug)]
+enum FreezeEffect {
+    /// Requests wait while warmroute is frozen, and continue afterwards.
+    Wait,
+    /// Requests end within this time with one of the statuses for a killed warmroute.
+    End(Duration),
+}
+
+/// The column of a gateway in the table.
+#[derive(Clone, Copy, Debug)]
+struct ExpectedOutage {
+    /// Statuses while warmroute is killed and its endpoint is still listed. None of these requests
+    /// is routed.
+    killed: &'static [u16],
+    /// Status if no endpoint of warmroute is listed.
+    absent: u16,
+    frozen: FreezeEffect,
+    /// True if an active response continues after a kill.
+    survives: bool,
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// FailOpen: a request passes or fails depending on the part of it that Envoy has already sent.
+const FAIL_OPEN: ExpectedOutage = ExpectedOutage {
+    killed: &[200, 500],
+    absent: 200,
+    frozen: FreezeEffect::End(Duration::from_secs(8)),
+    survives: false,
+};
+const FAIL_CLOSE: ExpectedOutage = ExpectedOutage {
+    killed: &[500],
+    absent: 500,
+    frozen: FreezeEffect::End(Duration::from_secs(8)),
+    survives: false,
+};
+const BUFFERED: ExpectedOutage = ExpectedOutage {
+    killed: &[200],
+    absent: 200,
+    frozen: FreezeEffect::End(Duration::from_secs(4)),
+    survives: true,
+};
+const AI_GATEWAY: ExpectedOutage = ExpectedOutage {
+    frozen: FreezeEffect::Wait,
+    ..FAIL_CLOSE
+};
+
+/// The outcome of a request.
+#[derive(Debug)]
+struct ClientReply {
+    status: u16,
+    /// True if warmroute routed the request.
+    routed: bool,
+    took: Duration,
+}
+
+fn request(bed: &GatewayTestbed, topic: usize) -> RequestBuilder {
+    bed.http
+        .post(bed.url("/v1/chat/completions"))
+        .json(&chat(&essay(topic)))
+}
+
+/// Sends requests at a rate of ten per second, each without waiting for the others.
+fn send_all(bed: &GatewayTestbed, count: usize) -> Vec<tokio::task::JoinHandle<ClientReply>> {
+    let send = |at: usize| {
+        let request = request(bed, at);
+        tokio::spawn(async move {
+            tokio::time::sleep(at as u32 * SECOND / 10).await;
+            let sent = Instant::now();
+            let response = request.send().await.unwrap();
+            let status = response.status().as_u16();
+            let routed = response.headers().contains_key("x-warmroute-mode");
+            response.bytes().await.unwrap();
+            ClientReply {
+                status,
+                routed,
+                took: sent.elapsed(),
+            }
+        })
+    };
+    (0..count).map(send).collect()
+}
+
+async fn all(sent: Vec<tokio::task::JoinHandle<ClientReply>>) -> Vec<ClientReply> {
+    let mut replies = Vec::new();
+    for reply in sent {
+        replies.push(reply.await.unwrap());
+    }
+    replies
+}
+
+async fn is_routed(bed: &GatewayTestbed) -> bool {
+    let response = request(bed, 1).send().await.unwrap();
+    response.status() == 200 && response.headers().contains_key("x-warmroute-mode")
+}
+
+/// A request for a response of 50 events.
+fn paced(bed: &GatewayTestbed) -> RequestBuilder {
+    request(bed, 1).header(EVENTS, 50).header(PACED, 1)
+}
+
+fn assert_unrouted(replies: &[ClientReply], statuses: &[u16], case: &str) {
+    for reply in replies {
+        assert!(
+            statuses.contains(&reply.status) && !reply.routed,
+            "{case}: {reply:?}"
+        );
+    }
+}
+
+async fn killed(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: ExpectedOutage) {
+    let open = begin(paced(bed), workers).await;
+    bed.kill9_router();
+    assert_eq!(
+        is_whole(open, workers).await,
+        promise.survives,
+        "a response under way at the kill"
+    );
+    let replies = all(send_all(bed, 30)).await;
+    assert_unrouted(&replies, promise.killed, "killed");
+    let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
+    assert!(slowest < 4 * SECOND, "{replies:?}");
+    bed.start_warmroute().await;
+    assert!(until(PATIENCE, async || is_routed(bed).await).await);
+    let replies = all(send_all(bed, 10)).await;
+    assert!(
+        replies.iter().all(|reply| reply.status == 200),
+        "{replies:?}"
+    );
+    // A busy machine may exceed message_timeout now and then.
+    assert!(
+        replies.iter().filter(|reply| reply.routed).count() > 5,
+        "{replies:?}"
+    );
+}
+
+async fn frozen(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: ExpectedOutage) {
+    let open = begin(paced(bed), workers).await;
+    bed.router().unwrap().freeze();
+    let sent = send_all(bed, 30);
+    match promise.frozen {
+        FreezeEffect::Wait => {
+            tokio::time::sleep(6 * SECOND).await;
+            assert!(
+                sent.iter().all(|reply| !reply.is_finished()),
+                "a request ended while warmroute was frozen"
+            );
+            bed.router().unwrap().thaw();
+            for reply in all(sent).await {
+                assert!(
+                    reply.status == 200 && reply.routed && reply.took > 2 * SECOND,
+                    "{reply:?}"
+                );
+            }
+            assert!(
+                is_whole(open, workers).await,
+                "a response under way while warmroute was frozen"
+            );
+        }
+        FreezeEffect::End(within) => {
+            let replies = all(sent).await;
+            assert_unrouted(&replies, promise.killed, "frozen");
+            let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
+            assert!(slowest < within, "{replies:?}");
+            assert_eq!(
+                is_whole(open, workers).await,
+                promise.survives,
+                "a response under way at the freeze"
+            );
+            bed.router().unwrap().thaw();
+        }
+    }
+    assert!(until(PATIENCE, async || is_routed(bed).await).await);
+}
+
+async fn absent(bed: &mut GatewayTestbed, config: GeneratedConfig, promise: ExpectedOutage) {
+    bed.start_envoy_with(config, &[]).await;
+    let replies = all(send_all(bed, 10)).await;
+    assert_unrouted(&replies, &[promise.absent], "no endpoint");
+}
+
+async fn keeps(gateway: GatewayFixture, config: GeneratedConfig, promise: ExpectedOutage) {
+    let workers = [
+        BurstEngine::start(1).await,
+        BurstEngine::start(2).await,
+        BurstEngine::start(3).await,
+    ];
+    let mut bed = GatewayTestbed::workers(gateway, &workers).await;
+    bed.start(config.clone()).await;
+    assert!(until(PATIENCE, async || is_routed(&bed).await).await);
+    killed(&mut bed, &workers, promise).await;
+    frozen(&mut bed, &workers, promise).await;
+    absent(&mut bed, config, promise).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_fails_open_as_documented() {
+    keeps(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_with_authority_fails_open_as_documented() {
+    keeps(ISTIO, ISTIO.shipped(), FAIL_OPEN).await;
+}
+
+/// `failureMode: FailClose` of the pool.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_fails_closed_as_documented() {
+    let mut config = ISTIO_AS_GENERATED.shipped();
+    let filter = "/typed_per_filter_config/envoy.filters.http.ext_proc/overrides";
+    for route in config.routes() {
+        route.pointer_mut(filter).unwrap()["failure_mode_allow"] = false.into();
+    }
+    keeps(ISTIO_AS_GENERATED, config, FAIL_CLOSE).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_buffered_serves_every_request_without_warmroute() {
+    keeps(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped(), BUFFERED).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_ai_gateway_fails_as_documented() {
+    keeps(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped(), AI_GATEWAY).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_gateway_fails_as_documented() {
+    keeps(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped(), FAIL_CLOSE).await;
+}

@@ -1,0 +1,163 @@
+//! Two pools in front of one warmroute, each with a Service of its own:
+//! `routing.pool_routes.authorities` keeps requests in the pool of their route.
+
+use reqwest::Client;
+use serde_json::{Value, json};
+
+use crate::gateways::bed::GatewayTestbed;
+use crate::gateways::generated::{
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED,
+    ISTIO_BUFFERED,
+};
+use crate::support::deployment::{ChatAnswer, chat, essay, fast};
+use crate::support::manifest_set::ManifestSet;
+
+const POOLS: [&str; 2] = ["vllm-qwen", "vllm-qwen-batch"];
+const PROMPTS: usize = 12;
+
+/// Copies a resource for the second pool, with the names of that pool.
+fn second(resource: &Value) -> Value {
+    let mut text = resource.to_string();
+    for (first, second) in [
+        ("warmroute", "warmroute-batch"),
+        ("vllm-qwen", "vllm-qwen-batch"),
+        ("/qwen/", "/qwen-batch/"),
+        ("inference.qwen.", "inference.qwen-batch."),
+    ] {
+        text = text.replace(first, second);
+    }
+    serde_json::from_str(&text).unwrap()
+}
+
+/// The name of a cluster of the second pool.
+fn second_name(name: &str) -> String {
+    second(&json!(name)).as_str().unwrap().to_owned()
+}
+
+/// The configuration with a second pool, whose route has a header. Istio has one ext_proc filter
+/// with an override in each route; the two others have a filter for each pool, which Envoy AI
+/// Gateway disables and Envoy Gateway enables by route.
+fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
+    let mut config = gateway.shipped().patient();
+    for name in [gateway.picker, gateway.workers] {
+        let copy = second(config.cluster(name));
+        config.0["static_resources"]["clusters"]
+            .as_array_mut()
+            .unwrap()
+            .push(copy);
+    }
+    let mut route = second(config.routes().next().unwrap());
+    route["match"]["headers"] = json!([{"name": "x-tier", "string_match": {"exact": "batch"}}]);
+    let filters = config.manager()["http_filters"].as_array_mut().unwrap();
+    let name = filters[0]["name"].as_str().unwrap().to_owned();
+    if name != "envoy.filters.http.ext_proc" {
+        let copy = second(&filters[0]);
+        filters.insert(1, copy);
+    }
+    if gateway.file == ENVOY_AI_GATEWAY.file {
+        let disabled = json!({
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+            "disabled": true,
+        });
+        route["typed_per_filter_config"][&name] = disabled.clone();
+        config.routes().for_each(|first| {
+            first["typed_per_filter_config"][second_name(&name)] = disabled.clone()
+        });
+    }
+    let routes = config.manager()["route_config"]["virtual_hosts"][0]["routes"]
+        .as_array_mut()
+        .unwrap();
+    routes.insert(0, route);
+    config
+}
+
+/// The pool that serves a prompt for a pool.
+async fn serving_pool(
+    bed: &GatewayTestbed,
+    client: &Client,
+    prompt: &str,
+    pool: usize,
+) -> (usize, ChatAnswer) {
+    let mut request = client
+        .post(bed.url("/v1/chat/completions"))
+        .json(&chat(prompt));
+    if pool == 1 {
+        request = request.header("x-tier", "batch");
+    }
+    let answered = ChatAnswer::read(request.send().await.unwrap()).await;
+    assert_eq!(answered.status, 200, "{answered:?}");
+    let serving = usize::from(answered.engine() > "2");
+    (serving, answered)
+}
+
+/// Sends each prompt to both pools. Returns the number of requests that another pool, or another
+/// worker than the chosen one, serves.
+async fn served_by_another(bed: &GatewayTestbed, client: &Client) -> usize {
+    let mut strays = 0;
+    for topic in 0..PROMPTS {
+        for pool in [0, 1] {
+            let (serving, answered) = serving_pool(bed, client, &essay(topic), pool).await;
+            let moved = answered.engine() != answered.header("x-received-worker-instance-id");
+            strays += usize::from(serving != pool || moved);
+        }
+    }
+    strays
+}
+
+async fn pools_stay_apart(gateway: GatewayFixture) {
+    let specs = [1_u64, 2, 3, 4].map(|id| {
+        let pool = POOLS[usize::from(id > 2)];
+        fast(id).with_worker_fields(json!({"taints": [format!("pool={pool}")]}))
+    });
+    let mut bed = GatewayTestbed::engines(gateway, &specs).await;
+    let set = ManifestSet::of("", ["gateway-api/two-pools.yaml"]);
+    let shipped: Value = serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
+    let mut warmroute = bed.warmroute();
+    warmroute["routing"]["pool_routes"] = shipped["routing"]["pool_routes"].clone();
+    bed.start_router(&warmroute).await.unwrap();
+    let mut config = with_second_pool(gateway);
+    bed.place_second_pool(
+        &mut config,
+        &second_name(gateway.picker),
+        &second_name(gateway.workers),
+    );
+    bed.start_envoy(config).await;
+    let client = bed.http.clone();
+    assert_eq!(served_by_another(&bed, &client).await, 0);
+    bed.idle().await;
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum("served_endpoint_mismatches_total", &[]),
+        0.0,
+        "{}",
+        page.text()
+    );
+    // The same without `routing.pool_routes`.
+    bed.start_warmroute().await;
+    assert_ne!(served_by_another(&bed, &client).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_confines_requests_to_their_pool() {
+    pools_stay_apart(ISTIO_AS_GENERATED).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_with_authority_confines_requests_to_their_pool() {
+    pools_stay_apart(ISTIO).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_buffered_confines_requests_to_their_pool() {
+    pools_stay_apart(ISTIO_BUFFERED).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_ai_gateway_confines_requests_to_their_pool() {
+    pools_stay_apart(ENVOY_AI_GATEWAY).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_gateway_confines_requests_to_their_pool() {
+    pools_stay_apart(ENVOY_GATEWAY).await;
+}

@@ -1,0 +1,14 @@
+//! All body modes of Envoy with a real Envoy and a real warmroute: bodies that workers receive,
+//! responses while warmroute fails, the duration of ext_proc streams, and gateway metadata. One Envoy
+//! has a listener per case, each derived from the shipped one.
+
+mod client;
+mod failures;
+mod gateway;
+mod held;
+mod hints;
+mod lives;
+mod refusals;
+mod renamed;
+mod uploads;
+mod worker;

@@ -1,0 +1,398 @@
+//! Clients with control over uploads: hand-written HTTP/1.1, and HTTP/2.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::Frame;
+use reqwest::header::{HeaderMap, HeaderValue};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::routing::bed::SOON;
+
+/// Framing and pacing of a request body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct UploadRequest {
+    /// Sends a `content-length` header.
+    pub(crate) sized: bool,
+    /// Sends trailers after the body.
+    pub(crate) trailers: bool,
+    /// Sends `expect: 100-continue` and waits for the reply.
+    pub(crate) expect: bool,
+    /// Bytes per chunk.
+    pub(crate) piece: usize,
+    /// Pause between two chunks.
+    pub(crate) pause: Duration,
+}
+
+impl UploadRequest {
+    pub(crate) const SIZED: Self = Self {
+        sized: true,
+        trailers: false,
+        expect: false,
+        piece: 60_000,
+        pause: Duration::ZERO,
+    };
+    pub(crate) const CHUNKED: Self = Self {
+        sized: false,
+        ..Self::SIZED
+    };
+}
+
+/// Response to a client.
+#[derive(Clone, Debug)]
+pub(crate) struct UploadResponse {
+    pub(crate) status: u16,
+    head: Vec<(String, String)>,
+    pub(crate) body: Vec<u8>,
+    /// The response is complete.
+    pub(crate) whole: bool,
+}
+
+impl UploadResponse {
+    /// Returns a header, or an empty string.
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.head
+            .iter()
+            .find(|(key, _)| key.eq_ignore_ascii_case(name))
+            .map_or("", |(_, value)| value)
+    }
+
+    pub(crate) fn mode(&self) -> &str {
+        self.header("x-warmroute-mode")
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+/// A request that is sent step by step: chunks of a body, then trailers, then the response is read.
+pub(crate) trait UploadSteps: Sized {
+    /// HTTP version in failure messages.
+    const VERSION: &str;
+    /// Envoy counter that shows when Envoy has read the trailers.
+    const COUNTER: &str;
+    async fn begin(port: u16) -> Self;
+    async fn chunk(&mut self, bytes: &[u8]);
+    async fn trailers(&mut self);
+    /// Increase of the counter by the sent messages.
+    fn counts(&self) -> u64;
+    async fn answer(self) -> UploadResponse;
+}
+
+/// HTTP/1.1 on its own connection.
+pub(crate) struct Http1Client {
+    pub(crate) stream: TcpStream,
+    written: u64,
+}
+
+impl Http1Client {
+    /// Connects and sends the head.
+    pub(crate) async fn begin(port: u16, headers: &str) -> Self {
+        let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        let mut client = Self { stream, written: 0 };
+        let head = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n\
+             connection: close\r\n{headers}\r\n"
+        );
+        client.write(head.as_bytes()).await;
+        client
+    }
+
+    async fn write(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).await.unwrap();
+        self.written += bytes.len() as u64;
+    }
+
+    /// Sends one chunk of a chunked body.
+    pub(crate) async fn chunk(&mut self, bytes: &[u8]) {
+        self.write(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat())
+            .await;
+    }
+
+    /// Ends a chunked body and reads the response.
+    pub(crate) async fn end(mut self) -> UploadResponse {
+        self.stream.write_all(b"0\r\n\r\n").await.unwrap();
+        self.answer().await
+    }
+}
+
+impl UploadSteps for Http1Client {
+    const VERSION: &str = "HTTP/1.1";
+    const COUNTER: &str = "http.ingress.downstream_cx_rx_bytes_total";
+
+    async fn begin(port: u16) -> Self {
+        Self::begin(port, "transfer-encoding: chunked\r\ntrailer: x-checked\r\n").await
+    }
+
+    async fn chunk(&mut self, bytes: &[u8]) {
+        self.chunk(bytes).await;
+    }
+
+    async fn trailers(&mut self) {
+        self.write(b"0\r\nx-checked: yes\r\n\r\n").await;
+    }
+
+    fn counts(&self) -> u64 {
+        self.written
+    }
+
+    async fn answer(self) -> UploadResponse {
+        let (mut reading, _writing) = self.stream.into_split();
+        read(&mut reading, Vec::new()).await
+    }
+}
+
+/// HTTP/2 on its own connection.
+pub(crate) struct Http2Client {
+    frames: mpsc::Sender<Frame<Bytes>>,
+    trailers: u64,
+    answer: JoinHandle<UploadResponse>,
+}
+
+impl UploadSteps for Http2Client {
+    const VERSION: &str = "HTTP/2";
+    const COUNTER: &str = "http2.trailers";
+
+    async fn begin(port: u16) -> Self {
+        let (frames, pieces) = mpsc::channel(16);
+        let body = reqwest::Body::wrap(BodyPieces {
+            frames: pieces,
+            length: None,
+        });
+        Self {
+            frames,
+            trailers: 0,
+            answer: tokio::spawn(post2(port, false, body)),
+        }
+    }
+
+    async fn chunk(&mut self, bytes: &[u8]) {
+        self.frames
+            .send(Frame::data(Bytes::copy_from_slice(bytes)))
+            .await
+            .unwrap();
+    }
+
+    async fn trailers(&mut self) {
+        self.frames.send(Frame::trailers(checked())).await.unwrap();
+        self.trailers += 1;
+    }
+
+    fn counts(&self) -> u64 {
+        self.trailers
+    }
+
+    async fn answer(self) -> UploadResponse {
+        drop(self.frames);
+        self.answer.await.unwrap()
+    }
+}
+
+fn checked() -> HeaderMap {
+    HeaderMap::from_iter([(
+        "x-checked".parse().unwrap(),
+        HeaderValue::from_static("yes"),
+    )])
+}
+
+/// Sends a request with HTTP/1.1. Panics if the response takes too long.
+pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> UploadResponse {
+    let mut headers = match upload.sized {
+        true => format!("content-length: {}\r\n", body.len()),
+        false => "transfer-encoding: chunked\r\n".to_owned(),
+    };
+    if upload.expect {
+        headers += "expect: 100-continue\r\n";
+    }
+    if upload.trailers {
+        headers += "trailer: x-checked\r\n";
+    }
+    let (mut reading, mut writing) = Http1Client::begin(port, &headers).await.stream.into_split();
+    if upload.expect {
+        let mut seen = Vec::new();
+        while !seen.ends_with(b"\r\n\r\n") {
+            let byte = tokio::time::timeout(SOON, reading.read_u8())
+                .await
+                .expect("no 100 Continue");
+            seen.push(byte.unwrap());
+        }
+        assert!(
+            seen.starts_with(b"HTTP/1.1 100"),
+            "{}",
+            String::from_utf8_lossy(&seen)
+        );
+    }
+    let write = async {
+        for piece in body.chunks(upload.piece) {
+            let chunk = [format!("{:x}\r\n", piece.len()).as_bytes(), piece, b"\r\n"].concat();
+            writing
+                .write_all(if upload.sized { piece } else { &chunk })
+                .await?;
+            if !upload.pause.is_zero() {
+                tokio::time::sleep(upload.pause).await;
+            }
+        }
+        match (upload.sized, upload.trailers) {
+            (true, _) => Ok(()),
+            (false, true) => writing.write_all(b"0\r\nx-checked: yes\r\n\r\n").await,
+            (false, false) => writing.write_all(b"0\r\n\r\n").await,
+        }
+    };
+    // If the response precedes the end of the body, Envoy does not read the rest.
+    let (_, got) = tokio::join!(write, read(&mut reading, Vec::new()));
+    got
+}
+
+async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> UploadResponse {
+    // A reset connection has received its response before the reset, or none.
+    let read = tokio::time::timeout(SOON, reading.read_to_end(&mut raw)).await;
+    assert!(
+        read.is_ok(),
+        "the response does not end: {}",
+        String::from_utf8_lossy(&raw)
+    );
+    parse(&raw)
+}
+
+fn parse(raw: &[u8]) -> UploadResponse {
+    let text = String::from_utf8_lossy(raw);
+    let Some(at) = raw.windows(4).position(|four| four == b"\r\n\r\n") else {
+        panic!("no response: {text:?}")
+    };
+    let head = String::from_utf8_lossy(&raw[..at]).into_owned();
+    let mut lines = head.lines();
+    let status = lines
+        .next()
+        .unwrap()
+        .split(' ')
+        .nth(1)
+        .unwrap()
+        .parse()
+        .unwrap();
+    let pair = |line: &str| {
+        line.split_once(": ")
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+    };
+    let mut got = UploadResponse {
+        status,
+        head: lines.filter_map(pair).collect(),
+        body: Vec::new(),
+        whole: false,
+    };
+    let mut rest = &raw[at + 4..];
+    if let Ok(length) = got.header("content-length").parse::<usize>() {
+        (got.body, got.whole) = (rest.to_vec(), rest.len() == length);
+        return got;
+    }
+    while let Some(end) = rest.windows(2).position(|two| two == b"\r\n") {
+        let size = usize::from_str_radix(std::str::from_utf8(&rest[..end]).unwrap(), 16).unwrap();
+        let Some(data) = rest[end + 2..].get(..size) else {
+            break;
+        };
+        got.whole = size == 0;
+        got.body.extend_from_slice(data);
+        rest = rest.get(end + 4 + size..).unwrap_or_default();
+    }
+    got
+}
+
+/// An HTTP/2 body that is sent in chunks.
+struct BodyPieces {
+    frames: mpsc::Receiver<Frame<Bytes>>,
+    length: Option<u64>,
+}
+
+impl http_body::Body for BodyPieces {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+        self.frames.poll_recv(context).map(|frame| frame.map(Ok))
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        self.length.map_or_else(
+            http_body::SizeHint::default,
+            http_body::SizeHint::with_exact,
+        )
+    }
+}
+
+fn pieces(body: &[u8], upload: UploadRequest) -> reqwest::Body {
+    let (send, frames) = mpsc::channel(16);
+    let length = upload.sized.then_some(body.len() as u64);
+    let body = Bytes::copy_from_slice(body);
+    tokio::spawn(async move {
+        for at in (0..body.len()).step_by(upload.piece) {
+            let piece = body.slice(at..body.len().min(at + upload.piece));
+            if send.send(Frame::data(piece)).await.is_err() {
+                return;
+            }
+            if !upload.pause.is_zero() {
+                tokio::time::sleep(upload.pause).await;
+            }
+        }
+        if upload.trailers {
+            _ = send.send(Frame::trailers(checked())).await;
+        }
+    });
+    reqwest::Body::wrap(BodyPieces { frames, length })
+}
+
+/// Sends a request with HTTP/2.
+pub(crate) async fn http2(port: u16, body: &[u8], upload: UploadRequest) -> UploadResponse {
+    post2(port, upload.expect, pieces(body, upload)).await
+}
+
+async fn post2(port: u16, expect: bool, body: reqwest::Body) -> UploadResponse {
+    let client = warmroute_runtime::tls::http_client_builder()
+        .timeout(SOON)
+        .http2_prior_knowledge()
+        .build()
+        .unwrap();
+    let mut request = client.post(format!("http://127.0.0.1:{port}/v1/chat/completions"));
+    request = request.header("content-type", "application/json");
+    if expect {
+        request = request.header("expect", "100-continue");
+    }
+    let response = request.body(body).send().await.unwrap();
+    assert_eq!(response.version(), reqwest::Version::HTTP_2);
+    take(response).await
+}
+
+/// Reads a response until its end or its first error.
+pub(crate) async fn take(mut response: reqwest::Response) -> UploadResponse {
+    let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
+    let head = response
+        .headers()
+        .iter()
+        .map(|(name, value)| (name.to_string(), text(value)))
+        .collect();
+    let mut got = UploadResponse {
+        status: response.status().as_u16(),
+        head,
+        body: Vec::new(),
+        whole: false,
+    };
+    loop {
+        match response.chunk().await {
+            Ok(Some(chunk)) => got.body.extend_from_slice(&chunk),
+            Ok(None) => {
+                got.whole = true;
+                return got;
+            }
+            Err(_) => return got,
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The shipped configuration with additional listeners, each with the change of a case.
+
+use std::ops::Deref;
+
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::EngineSpec;
+use warmroute_testbed::ports::FreePort;
+
+use crate::routing::bed::{RoutingBed, patient};
+
+/// Changes the shipped configuration of a listener.
+pub(crate) type ManagerChange = Box<dyn Fn(&mut ConnectionManager)>;
+
+/// The HTTP connection manager of a listener.
+pub(crate) struct ConnectionManager(Value);
+
+impl ConnectionManager {
+    /// The ext_proc filter that routes.
+    pub(crate) fn filter(&mut self) -> &mut Value {
+        let filters = self.0["http_filters"].as_array_mut().unwrap();
+        let found = filters
+            .iter_mut()
+            .find(|filter| filter["name"] == "envoy.filters.http.ext_proc");
+        &mut found.unwrap()["typed_config"]
+    }
+
+    /// Inserts a filter before all others.
+    pub(crate) fn first(&mut self, filter: Value) {
+        self.0["http_filters"]
+            .as_array_mut()
+            .unwrap()
+            .insert(0, filter);
+    }
+
+    /// Removes the filter that detects first tokens.
+    pub(crate) fn alone(&mut self) {
+        self.0["http_filters"]
+            .as_array_mut()
+            .unwrap()
+            .retain(|filter| filter["name"] != "first_token_probe");
+        self.filter()["grpc_service"].as_object_mut().unwrap()["envoy_grpc"] =
+            json!({"cluster_name": "ext_proc"});
+        self.filter()["grpc_service"]
+            .as_object_mut()
+            .unwrap()
+            .remove("initial_metadata");
+    }
+
+    pub(crate) fn modes(&mut self, changed: &[(&str, &str)]) {
+        for (key, value) in changed {
+            self.filter()["processing_mode"][*key] = json!(value);
+        }
+    }
+
+    /// Sets full-duplex mode for request bodies.
+    pub(crate) fn duplex(&mut self) {
+        self.modes(&[
+            ("request_body_mode", "FULL_DUPLEX_STREAMED"),
+            ("request_trailer_mode", "SEND"),
+        ]);
+    }
+
+    /// Removes the retry policy.
+    pub(crate) fn without_retries(&mut self) {
+        let route = &mut self.0["route_config"]["virtual_hosts"][0]["routes"][0]["route"];
+        assert!(
+            route
+                .as_object_mut()
+                .unwrap()
+                .remove("retry_policy")
+                .is_some()
+        );
+    }
+
+    pub(crate) fn buffer(&mut self, bytes: u32) {
+        self.0["route_config"]["virtual_hosts"][0]["request_body_buffer_limit"] = json!(bytes);
+    }
+}
+
+/// A deployment whose Envoy has these listeners.
+pub(crate) struct ModeGateway {
+    bed: RoutingBed,
+    /// Port of each listener.
+    pub(crate) ports: Vec<u16>,
+}
+
+impl Deref for ModeGateway {
+    type Target = RoutingBed;
+
+    fn deref(&self) -> &RoutingBed {
+        &self.bed
+    }
+}
+
+impl std::ops::DerefMut for ModeGateway {
+    fn deref_mut(&mut self) -> &mut RoutingBed {
+        &mut self.bed
+    }
+}
+
+impl ModeGateway {
+    pub(crate) async fn start(
+        specs: &[EngineSpec],
+        more: Value,
+        changes: &[ManagerChange],
+    ) -> Self {
+        let ports: Vec<u16> = changes
+            .iter()
+            .map(|_| FreePort::find().unwrap().release())
+            .collect();
+        let bed = RoutingBed::behind(specs, more, |shipped| {
+            with_listeners(&patient(shipped), &ports, changes)
+        })
+        .await;
+        Self { bed, ports }
+    }
+
+    /// A counter or gauge of Envoy.
+    pub(crate) async fn envoy_counts(&self, what: &str) -> u64 {
+        let url = self
+            .stack
+            .envoy_setup()
+            .admin_url(&format!("/stats?filter=^{what}$"));
+        let page = self
+            .http
+            .get(&url)
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap();
+        // Some counters do not exist before their first increment.
+        let Some(value) = page.trim().strip_prefix(what) else {
+            return 0;
+        };
+        value.trim_start_matches(": ").parse().unwrap()
+    }
+
+    /// A URL on a listener.
+    pub(crate) fn at(&self, listener: usize, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.ports[listener])
+    }
+}
+
+fn with_listeners(shipped: &str, ports: &[u16], changes: &[ManagerChange]) -> String {
+    let mut config: Value = serde_saphyr::from_str(shipped).unwrap();
+    let listeners = config["static_resources"]["listeners"]
+        .as_array_mut()
+        .unwrap();
+    let own = listeners[0].clone();
+    for (port, change) in ports.iter().zip(changes) {
+        let mut listener = own.clone();
+        listener["name"] = json!(format!("case-{port}"));
+        listener["address"]["socket_address"]["port_value"] = json!(port);
+        let place = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
+        let mut manager = ConnectionManager(place.take());
+        // Envoy drops the trailers of HTTP/1 otherwise.
+        manager.0["http_protocol_options"] = json!({"enable_trailers": true});
+        change(&mut manager);
+        *place = manager.0;
+        listeners.push(listener);
+    }
+    config.to_string()
+}

@@ -1,0 +1,167 @@
+//! Full-duplex mode: warmroute buffers bodies, and only warmroute limits them.
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::MODEL;
+
+use crate::modes::client::{Http1Client, UploadResponse};
+use crate::modes::gateway::{ManagerChange, ModeGateway};
+use crate::modes::uploads::ShownBody;
+use crate::modes::worker::{RecordingWorker, fingerprint};
+use crate::routing::bed::{chat, engine, stream};
+
+const CHUNKED: &str = "transfer-encoding: chunked\r\n";
+
+fn changes() -> Vec<ManagerChange> {
+    vec![
+        ShownBody::Duplex.change(),
+        ShownBody::DuplexBothWays.change(),
+    ]
+}
+
+fn long(topic: usize, words: usize) -> Vec<u8> {
+    let question = format!("{topic}: {}", "a word and another word, ".repeat(words));
+    json!({"model": MODEL, "messages": [{"role": "user", "content": question}]})
+        .to_string()
+        .into_bytes()
+}
+
+fn assert_whole(got: &UploadResponse, body: &[u8], mode: &str) {
+    assert!(got.status == 200 && got.whole, "{got:?}");
+    assert_eq!(got.json()["xxh3"], json!(fingerprint(body)));
+    assert_eq!(got.mode(), mode);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stalled_upload_is_routed_and_arrives_whole() {
+    let worker = RecordingWorker::start().await;
+    let more = json!({"requests": {"limits": {"upload_timeout": "1s", "decision_timeout": "30s"}}});
+    let gateway = ModeGateway::start(&[worker.engine(1)], more, &changes()).await;
+    for &port in &gateway.ports {
+        let body = long(1, 500);
+        let mut client = Http1Client::begin(port, CHUNKED).await;
+        client.chunk(&body[..9_000]).await;
+        // No further chunk arrives, and the request is routed nevertheless.
+        gateway
+            .wait_load(1, "active_requests", |requests| requests == 1)
+            .await;
+        gateway
+            .shows("bodies are held", |page| {
+                page.sum("buffered_body_bytes", &[]) == 0.0
+            })
+            .await;
+        for piece in body[9_000..].chunks(500) {
+            client.chunk(piece).await;
+        }
+        assert_whole(&client.end().await, &body, "partial");
+        gateway.quiet().await;
+        // An upload that stalls before its prompt.
+        let mut client = Http1Client::begin(port, CHUNKED).await;
+        client.chunk(&body[..5]).await;
+        gateway
+            .wait_load(1, "active_requests", |requests| requests == 1)
+            .await;
+        client.chunk(&body[5..]).await;
+        assert_whole(&client.end().await, &body, "load_only");
+        gateway.quiet().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_above_total_limit_are_routed_early() {
+    let workers = [
+        RecordingWorker::start().await,
+        RecordingWorker::start().await,
+    ];
+    let limits = json!({"max_body_size": "64KiB", "max_buffered_bytes": "128KiB", "decision_timeout": "30s", "upload_timeout": "60s"});
+    let specs = [workers[0].engine(1), workers[1].engine(2)];
+    let gateway =
+        ModeGateway::start(&specs, json!({"requests": {"limits": limits}}), &changes()).await;
+    let bodies: Vec<_> = (0..16).map(|topic| long(topic, 1_000)).collect();
+    let mut clients = Vec::new();
+    for (at, body) in bodies.iter().enumerate() {
+        let mut client = Http1Client::begin(gateway.ports[at % 2], CHUNKED).await;
+        client.chunk(&body[..20_000]).await;
+        clients.push(client);
+    }
+    // Six of sixteen bodies fit. Each further body is routed immediately.
+    gateway
+        .shows("too few are routed", |page| {
+            page.sum("requests_total", &[("mode", "partial")]) >= 10.0
+        })
+        .await;
+    gateway
+        .shows("too much is held", |page| {
+            page.sum("buffered_body_bytes", &[]) <= 131_072.0
+        })
+        .await;
+    for (client, body) in clients.iter_mut().zip(&bodies) {
+        client.chunk(&body[20_000..]).await;
+    }
+    for (got, body) in join_all(clients.into_iter().map(Http1Client::end))
+        .await
+        .iter()
+        .zip(&bodies)
+    {
+        let mode = got.mode();
+        assert!(["exact", "partial"].contains(&mode), "{got:?}");
+        assert_whole(got, body, mode);
+    }
+    gateway.quiet().await;
+    assert_eq!(gateway.metrics().await.sum("buffered_body_bytes", &[]), 0.0);
+}
+
+fn unfinished(body: &Value) -> reqwest::Body {
+    use futures_util::StreamExt as _;
+    let begun =
+        futures_util::stream::iter([Ok::<_, std::io::Error>(Bytes::from(body.to_string()))]);
+    reqwest::Body::wrap_stream(begun.chain(futures_util::stream::pending()))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn disconnects_in_full_duplex_leave_no_state() {
+    let busy = json!({"queue": {"prefill_busy_threshold": 1, "timeout": "60s"}});
+    let gateway = ModeGateway::start(&[engine(1)], busy, &changes()).await;
+    gateway.first_tokens(1, false).await;
+    for listener in 0..2 {
+        let post = || {
+            gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+        };
+        // During the upload.
+        let uploading = tokio::spawn(post().body(unfinished(&chat("uploading"))).send());
+        gateway
+            .shows("nothing is held", |page| {
+                page.sum("buffered_body_bytes", &[]) > 0.0
+            })
+            .await;
+        uploading.abort();
+        gateway.quiet().await;
+        // Before the response begins, with another request in the queue.
+        let waiting = tokio::spawn(post().json(&chat("waiting")).send());
+        gateway
+            .wait_load(1, "active_requests", |requests| requests == 1)
+            .await;
+        let queued = tokio::spawn(post().json(&chat("queued")).send());
+        gateway
+            .shows("no request is queued", |page| {
+                page.sum("queue_requests", &[]) == 1.0
+            })
+            .await;
+        queued.abort();
+        gateway
+            .shows("a request is queued", |page| {
+                page.sum("queue_requests", &[]) == 0.0
+            })
+            .await;
+        waiting.abort();
+        gateway.quiet().await;
+        // During the stream.
+        let running = post().json(&stream("running", 3)).send().await.unwrap();
+        assert_eq!(gateway.load(1, "active_requests").await, 1);
+        drop(running);
+        gateway.quiet().await;
+    }
+}

@@ -1,0 +1,165 @@
+//! Duration of ext_proc streams, and so of bookings, by processing mode.
+
+use serde_json::json;
+
+use crate::modes::client::take;
+use crate::modes::gateway::{ManagerChange, ModeGateway};
+use crate::routing::bed::{chat, engine, stream};
+
+/// End of the stream of an exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StreamEnding {
+    Request,
+    Headers,
+    Answer,
+}
+
+/// Request body, response headers, response trailers, response body.
+type EndingRow = ([&'static str; 4], StreamEnding);
+
+const ROWS: [EndingRow; 13] = [
+    (["NONE", "SKIP", "SKIP", "NONE"], StreamEnding::Request),
+    (["NONE", "SEND", "SKIP", "NONE"], StreamEnding::Headers),
+    (["NONE", "SEND", "SEND", "NONE"], StreamEnding::Answer),
+    (["NONE", "SKIP", "SEND", "NONE"], StreamEnding::Answer),
+    (["BUFFERED", "SKIP", "SKIP", "NONE"], StreamEnding::Answer),
+    (["BUFFERED", "SEND", "SEND", "NONE"], StreamEnding::Answer),
+    (
+        ["BUFFERED_PARTIAL", "SKIP", "SKIP", "NONE"],
+        StreamEnding::Answer,
+    ),
+    (["STREAMED", "SKIP", "SKIP", "NONE"], StreamEnding::Answer),
+    (
+        ["FULL_DUPLEX_STREAMED", "SKIP", "SKIP", "NONE"],
+        StreamEnding::Request,
+    ),
+    (
+        ["FULL_DUPLEX_STREAMED", "SEND", "SKIP", "NONE"],
+        StreamEnding::Headers,
+    ),
+    (
+        ["FULL_DUPLEX_STREAMED", "SEND", "SEND", "NONE"],
+        StreamEnding::Answer,
+    ),
+    (["NONE", "SEND", "SEND", "STREAMED"], StreamEnding::Answer),
+    (
+        ["NONE", "SEND", "SEND", "FULL_DUPLEX_STREAMED"],
+        StreamEnding::Answer,
+    ),
+];
+
+fn change(row: EndingRow) -> ManagerChange {
+    Box::new(move |manager| {
+        let ([request, headers, trailers, response], _) = row;
+        manager.alone();
+        manager.modes(&[
+            ("request_body_mode", request),
+            ("response_header_mode", headers),
+            ("response_trailer_mode", trailers),
+            ("response_body_mode", response),
+        ]);
+        if request == "FULL_DUPLEX_STREAMED" {
+            manager.duplex();
+        }
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn load_is_booked_until_stream_ends() {
+    // No setting requests response bodies, so the modes stay as configured.
+    let more = json!({"gateway": {"observe": "off", "response_headers": {}}});
+    let changes: Vec<ManagerChange> = ROWS.iter().map(|row| change(*row)).collect();
+    let gateway = ModeGateway::start(&[engine(1)], more, &changes).await;
+    for (listener, (modes, ends)) in ROWS.into_iter().enumerate() {
+        let what = format!("{modes:?} {ends:?}");
+        let ask = async |body| {
+            gateway
+                .http
+                .post(gateway.at(listener, "/v1/chat/completions"))
+                .json(&body)
+                .send()
+                .await
+                .unwrap()
+        };
+        // The headers of a stream precede its first token.
+        gateway.first_tokens(1, false).await;
+        let running = ask(stream(&what, 3)).await;
+        assert_eq!(running.status(), 200, "{what}");
+        match ends {
+            StreamEnding::Answer => {
+                assert_eq!(gateway.load(1, "active_requests").await, 1, "{what}")
+            }
+            StreamEnding::Request | StreamEnding::Headers => gateway.quiet().await,
+        }
+        gateway.first_tokens(1, true).await;
+        let got = take(running).await;
+        assert!(
+            got.whole && got.body.ends_with(b"data: [DONE]\n\n"),
+            "{what}: {got:?}"
+        );
+        gateway.quiet().await;
+
+        gateway.first_tokens(1, false).await;
+        // Clients that disconnect: one after the headers, one before.
+        drop(ask(stream(&what, 3)).await);
+        gateway.quiet().await;
+        let request = gateway
+            .http
+            .post(gateway.at(listener, "/v1/chat/completions"))
+            .json(&chat(&what));
+        let waiting = tokio::spawn(request.send());
+        if ends != StreamEnding::Request {
+            gateway
+                .wait_load(1, "active_requests", |requests| requests == 1)
+                .await;
+        }
+        waiting.abort();
+        gateway.quiet().await;
+        gateway.first_tokens(1, true).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn load_is_released_when_a_worker_fails_or_dies() {
+    let changes: Vec<ManagerChange> = vec![
+        Box::new(|_| {}),
+        Box::new(super::gateway::ConnectionManager::duplex),
+    ];
+    let mut gateway = ModeGateway::start(&[engine(1)], json!({}), &changes).await;
+    gateway.first_tokens(1, false).await;
+    let mut running = Vec::new();
+    for listener in 0..2 {
+        let url = gateway.at(listener, "/v1/chat/completions");
+        running.push(
+            gateway
+                .http
+                .post(url)
+                .json(&stream("dying", 3))
+                .send()
+                .await
+                .unwrap(),
+        );
+    }
+    assert_eq!(gateway.load(1, "active_requests").await, 2);
+    gateway.kill(1);
+    for response in running {
+        assert!(!take(response).await.whole);
+    }
+    gateway.quiet().await;
+    // Without a connection to a worker, Envoy replies itself.
+    for listener in 0..2 {
+        let url = gateway.at(listener, "/v1/chat/completions");
+        let got = take(
+            gateway
+                .http
+                .post(url)
+                .json(&chat("no worker"))
+                .send()
+                .await
+                .unwrap(),
+        )
+        .await;
+        assert_eq!(got.status, 503, "{got:?}");
+    }
+    gateway.quiet().await;
+}

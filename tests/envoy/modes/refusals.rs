@@ -1,0 +1,91 @@
+//! Errors from warmroute, as clients receive them through Envoy.
+
+use serde_json::json;
+use warmroute_testbed::deployment::MODEL;
+
+use crate::modes::gateway::{ManagerChange, ModeGateway};
+use crate::modes::uploads::ShownBody;
+use crate::routing::bed::{RoutedAnswer, chat, engine};
+
+fn changes() -> Vec<ManagerChange> {
+    vec![
+        Box::new(|_| {}),
+        ShownBody::Duplex.change(),
+        ShownBody::DuplexBothWays.change(),
+    ]
+}
+
+async fn ask(gateway: &ModeGateway, listener: usize, body: String) -> RoutedAnswer {
+    let request = gateway
+        .http
+        .post(gateway.at(listener, "/v1/chat/completions"))
+        .body(body);
+    RoutedAnswer::of(
+        request
+            .header("content-type", "application/json")
+            .header("x-request-id", "asked-1"),
+    )
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strict_settings_reject_with_status_and_code() {
+    let failure = json!({"strict_models": true, "strict_bodies": true, "strict_size": true});
+    let more = json!({
+        "gateway": {"failure": failure},
+        "requests": {"limits": {"max_body_size": "256KiB", "decision_timeout": "30s"}},
+    });
+    let gateway = ModeGateway::start(&[engine(1)], more, &changes()).await;
+    let mut unknown = chat("hello");
+    unknown["model"] = json!("unserved-model");
+    let large = json!({"model": MODEL, "messages": [], "user": "u".repeat(400_000)});
+    let cases = [
+        (unknown.to_string(), 404, "model_not_found"),
+        (
+            "{\"model\": \"qwen2.5\", \"messages\": [".to_owned(),
+            400,
+            "invalid_body",
+        ),
+        (large.to_string(), 413, "body_too_large"),
+    ];
+    for listener in 0..3 {
+        for (body, status, code) in &cases {
+            let answer = ask(&gateway, listener, body.clone()).await;
+            assert_eq!(answer.error(*status).0, *code, "listener {listener}");
+            assert_eq!(answer.header("x-request-id"), "asked-1", "{answer:?}");
+            assert_eq!(answer.mode(), "rejected", "{answer:?}");
+            assert_eq!(
+                answer.header("retry-after"),
+                "",
+                "a permanent error has a retry-after header: {answer:?}"
+            );
+        }
+        assert_eq!(
+            ask(&gateway, listener, chat("hello").to_string())
+                .await
+                .mode(),
+            "exact"
+        );
+    }
+    gateway.quiet().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fail_closed_returns_error_without_workers() {
+    let more = json!({
+        "gateway": {"failure": {"mode": "fail_closed"}},
+        "process": {"readiness": {"min_workers": 0}},
+    });
+    let gateway = ModeGateway::start(&[], more, &changes()).await;
+    for listener in 0..3 {
+        let answer = ask(&gateway, listener, chat("hello").to_string()).await;
+        assert_eq!(answer.error(503).0, "no_worker", "listener {listener}");
+        assert!(answer.retry_after() > 0, "{answer:?}");
+        assert_eq!(
+            (answer.header("x-request-id"), answer.mode()),
+            ("asked-1", "rejected"),
+            "{answer:?}"
+        );
+    }
+    gateway.quiet().await;
+}

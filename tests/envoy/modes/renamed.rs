@@ -1,0 +1,119 @@
+//! Model rewrites: the worker receives its own model name in an otherwise unchanged body of correct
+//! length, and the client receives the requested name.
+
+use bytes::Bytes;
+use reqwest::Body;
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::MODEL;
+
+use crate::modes::client::take;
+use crate::modes::gateway::{ManagerChange, ModeGateway};
+use crate::modes::uploads::ShownBody;
+use crate::modes::worker::{PIECES, RecordingWorker, events, fingerprint, received};
+
+/// Returns true if the response names the requested model. With full-duplex request bodies, Envoy ignores
+/// a mode override for the response body.
+fn restored(shown: ShownBody) -> bool {
+    !matches!(shown, ShownBody::Duplex | ShownBody::DuplexWithLength)
+}
+
+const MODES: [ShownBody; 5] = [
+    ShownBody::Buffered,
+    ShownBody::Partial,
+    ShownBody::Duplex,
+    ShownBody::DuplexWithLength,
+    ShownBody::DuplexBothWays,
+];
+
+fn body(model: &str) -> String {
+    let question = "what is the \\\"model\\\":\\\"of this\\\"? ".repeat(40);
+    format!(
+        "{{\"model\" : \"{model}\", \"messages\":[{{\"role\":\"user\",\"content\":\"{question}\"}}], \"seed\": 1e2}}"
+    )
+}
+
+fn chunked(body: &str) -> Body {
+    let pieces: Vec<_> = body
+        .as_bytes()
+        .chunks(100)
+        .map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece)))
+        .collect();
+    Body::wrap_stream(futures_util::stream::iter(pieces))
+}
+
+/// Asserts that the worker received its own model, and that the response has the named one.
+fn assert_rewritten(report: &Value, named: &str, what: &str) {
+    let expected = body(MODEL);
+    let received_hash = &report["xxh3"];
+    assert_eq!(
+        *received_hash,
+        json!(fingerprint(expected.as_bytes())),
+        "{what}"
+    );
+    assert_eq!(report["model"], json!(named), "{what}");
+    let length = expected.len().to_string();
+    let length_header = received(report, "content-length");
+    assert!(
+        length_header.is_empty() || length_header == [&*length],
+        "{what}: {length_header:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn model_is_rewritten_in_request_and_response() {
+    let worker = RecordingWorker::start().await;
+    // A longer and a shorter name than that of the worker.
+    let names = ["chat-latest-of-all-that-there-are", "c"];
+    let rewrites = json!({"rules": [{"models": names, "targets": [{"model": MODEL}]}]});
+    let changes: Vec<ManagerChange> = MODES.into_iter().map(ShownBody::change).collect();
+    let gateway = ModeGateway::start(
+        &[worker.engine(1)],
+        json!({"routing": {"model_rewrites": rewrites}}),
+        &changes,
+    )
+    .await;
+    let client =
+        || warmroute_runtime::tls::http_client_builder().timeout(crate::routing::bed::SOON);
+    let clients = [
+        client().http1_only().build().unwrap(),
+        client().http2_prior_knowledge().build().unwrap(),
+    ];
+    for (listener, shown) in MODES.into_iter().enumerate() {
+        for (client, requested) in clients
+            .iter()
+            .flat_map(|client| names.map(|name| (client, name)))
+        {
+            let sent = body(requested);
+            let post = |sized: bool| {
+                let payload = if sized {
+                    Body::from(sent.clone())
+                } else {
+                    chunked(&sent)
+                };
+                client
+                    .post(gateway.at(listener, "/v1/chat/completions"))
+                    .body(payload)
+            };
+            let named = if restored(shown) { requested } else { MODEL };
+            for sized in [true, false] {
+                let what = format!("{shown:?} {requested} sized: {sized}");
+                let got = take(post(sized).send().await.unwrap()).await;
+                assert!(got.status == 200 && got.whole, "{what}: {got:?}");
+                assert_eq!(got.mode(), "exact", "{what}");
+                assert_rewritten(&got.json(), named, &what);
+            }
+            for size in [1, 7, 64, 100_000] {
+                let got = take(post(true).header(PIECES, size).send().await.unwrap()).await;
+                assert!(got.status == 200 && got.whole, "{shown:?} {size}: {got:?}");
+                let text = String::from_utf8(got.body).unwrap();
+                assert_eq!(
+                    text,
+                    events(&Value::from(named)),
+                    "{shown:?} in chunks of {size}"
+                );
+            }
+        }
+    }
+    gateway.quiet().await;
+    assert!(gateway.metrics().await.sum("model_rewrites_total", &[]) > 0.0);
+}

@@ -1,0 +1,129 @@
+//! A worker that accepts any body and reports the received request, for the model in the body.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::Json;
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::HeaderName;
+use axum::response::{IntoResponse, Response};
+use futures_util::StreamExt as _;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::AbortHandle;
+use warmroute_testbed::deployment::EngineSpec;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::routing::bed::engine;
+
+/// Request header with the chunk size of the response, which is then a stream.
+pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
+
+/// It stops on drop.
+pub(crate) struct RecordingWorker {
+    pub(crate) address: SocketAddr,
+    /// Received body bytes.
+    arrived: Arc<AtomicUsize>,
+    task: AbortHandle,
+}
+
+impl RecordingWorker {
+    pub(crate) async fn start() -> Self {
+        Self::at("127.0.0.1:0").await
+    }
+
+    pub(crate) async fn at(address: &str) -> Self {
+        let listener = TcpListener::bind(address).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let arrived = Arc::new(AtomicUsize::new(0));
+        let counted = arrived.clone();
+        let app = Router::new().fallback(move |request| answer(address, counted.clone(), request));
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self {
+            address,
+            arrived,
+            task,
+        }
+    }
+
+    /// Received body bytes of all requests.
+    pub(crate) fn arrived(&self) -> usize {
+        self.arrived.load(Ordering::SeqCst)
+    }
+
+    /// An engine that publishes KV events for this worker, so its requests are routed exactly.
+    pub(crate) fn engine(&self, id: u64) -> EngineSpec {
+        engine(id).with_worker_fields(json!({"endpoint": self.address.to_string()}))
+    }
+}
+
+impl Drop for RecordingWorker {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn answer(address: SocketAddr, arrived: Arc<AtomicUsize>, request: Request) -> Response {
+    let (head, body) = request.into_parts();
+    let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| {
+        json!([name.as_str(), value.to_str().unwrap()])
+    };
+    let headers: Vec<Value> = head.headers.iter().map(text).collect();
+    let mut pieces = body.into_data_stream();
+    let mut body = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        let Ok(piece) = piece else {
+            return axum::http::StatusCode::BAD_REQUEST.into_response();
+        };
+        body.extend_from_slice(&piece);
+        arrived.fetch_add(piece.len(), Ordering::SeqCst);
+    }
+    let parsed: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let received = json!({
+        "id": "answer-1", "object": "chat.completion", "model": parsed["model"], "method": head.method.as_str(),
+        "headers": headers, "bytes": body.len(), "xxh3": fingerprint(&body), "worker": address.to_string(),
+    });
+    let Some(pieces) = head.headers.get(PIECES) else {
+        return Json(received).into_response();
+    };
+    let size: usize = pieces.to_str().unwrap().parse().unwrap();
+    let stream = events(&parsed["model"]);
+    let pieces: Vec<_> = stream
+        .as_bytes()
+        .chunks(size)
+        .map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece)))
+        .collect();
+    let body = Body::from_stream(futures_util::stream::iter(pieces));
+    ([("content-type", "text/event-stream")], body).into_response()
+}
+
+/// A stream of events that each name the model.
+pub(crate) fn events(model: &Value) -> String {
+    let mut text = String::new();
+    for at in 0..5 {
+        let event = json!({
+            "id": "answer-1", "object": "chat.completion.chunk", "created": 1, "model": model,
+            "choices": [{"index": 0, "delta": {"content": format!("piece {at}")}, "finish_reason": null}],
+        });
+        text += &format!("data: {event}\n\n");
+    }
+    text + "data: [DONE]\n\n"
+}
+
+/// The hash as text, because some JSON readers lose the last bits of a u64.
+pub(crate) fn fingerprint(body: &[u8]) -> String {
+    format!("{:016x}", xxh3_64(body))
+}
+
+/// Received values of a header.
+pub(crate) fn received<'r>(report: &'r Value, name: &str) -> Vec<&'r str> {
+    let pairs = report["headers"].as_array().unwrap().iter();
+    pairs
+        .filter(|pair| pair[0] == name)
+        .map(|pair| pair[1].as_str().unwrap())
+        .collect()
+}

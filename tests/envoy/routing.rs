@@ -1,0 +1,25 @@
+//! Routing through a real Envoy with the shipped configuration: prefill and decode pools, the
+//! queue, sessions, failing workers, trusted clients, and a load test that checks for leaks. Every
+//! test starts its own deployment on free ports.
+
+mod audit;
+pub(crate) mod bed;
+mod call;
+mod contents;
+mod departed;
+mod encrypted;
+mod eviction;
+mod forged;
+mod handovers;
+mod health;
+mod mirror;
+mod parity;
+mod phases;
+mod prefill_report;
+mod queue;
+mod sessions;
+mod sources;
+mod storm;
+mod tokenizer;
+mod trust;
+mod wire;

@@ -1,0 +1,213 @@
+//! Audit of predicted cache hits. Each cause of a miss is produced with engines, events and a real
+//! Envoy.
+
+use std::process::Command;
+
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::EngineSpec;
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
+
+async fn bed(specs: &[EngineSpec]) -> RoutingBed {
+    // A busy worker is avoided regardless of its cache.
+    RoutingBed::start(
+        specs,
+        json!({
+            "gateway": {"observe": "usage"},
+            "routing": {"weights": {"decode_active_request_weight": 1000.0}},
+        }),
+    )
+    .await
+}
+
+/// Audit totals after all responses have been audited.
+pub(crate) async fn sums(bed: &RoutingBed, answers: u64) -> Value {
+    let mut totals = Value::Null;
+    let done = until(SOON, async || {
+        totals = bed.stack.debug_page("audit").await.unwrap();
+        let sums = &totals["models"]["qwen2.5"];
+        let counted = ["answers", "no_usage", "no_details", "undecided"]
+            .map(|key| sums[key].as_u64().unwrap_or(0));
+        counted.iter().sum::<u64>() == answers && totals["waiting"] == 0
+    });
+    assert!(done.await, "{totals:#}");
+    let sums = totals["models"]["qwen2.5"].take();
+    let missed: u64 = sums["missed_tokens"]
+        .as_object()
+        .unwrap()
+        .values()
+        .map(|tokens| tokens.as_u64().unwrap())
+        .sum();
+    let number = |key: &str| sums[key].as_u64().unwrap();
+    assert_eq!(
+        missed,
+        number("prompt_tokens") - number("delivered_tokens"),
+        "{sums:#}"
+    );
+    sums
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn missed_tokens_are_attributed_and_printed() {
+    let bed = bed(&[engine(1), engine(2)]).await;
+    let prompt = text(&essay(1));
+    let first = bed.ask(&prompt).await;
+    let tokens = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
+    bed.settle().await;
+    // No worker had cached it, and the rest of the last block is never reusable.
+    let cold = sums(&bed, 1).await;
+    let reusable = (tokens - 1) / 16 * 16;
+    assert_eq!(
+        cold["missed_tokens"],
+        json!({"block_alignment": tokens - reusable, "not_cached": reusable})
+    );
+    // A repeated prompt is predicted correctly.
+    assert_eq!(bed.ask(&prompt).await.engine(), first.engine());
+    let warm = sums(&bed, 2).await;
+    assert_eq!(
+        (&warm["equal"], &warm["delivered_tokens"]),
+        (&json!(2), &json!(reusable))
+    );
+    // The warm worker is busy, so the other one is chosen.
+    bed.first_tokens(first.engine(), false).await;
+    let busy = bed.send_in_background(&prompt);
+    bed.wait_load(first.engine(), "active_requests", |active| active == 1)
+        .await;
+    let spilled = bed.ask(&prompt).await;
+    assert_ne!(spilled.engine(), first.engine());
+    bed.first_tokens(first.engine(), true).await;
+    busy.await.unwrap().engine();
+    let all = sums(&bed, 4).await;
+    assert_eq!(
+        all["missed_tokens"],
+        json!({"block_alignment": 4 * (tokens - reusable), "not_cached": reusable, "load_balancing": reusable})
+    );
+    assert_eq!(
+        (
+            &all["equal"],
+            &all["available_tokens"],
+            &all["captured_tokens"]
+        ),
+        (&json!(4), &json!(3 * reusable), &json!(2 * reusable))
+    );
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum("audit_tokens_total", &[("kind", "prompt")]),
+        all["prompt_tokens"].as_f64().unwrap()
+    );
+    let missed = all["prompt_tokens"].as_u64().unwrap() - all["delivered_tokens"].as_u64().unwrap();
+    assert_eq!(page.sum("audit_missed_tokens_total", &[]), missed as f64);
+
+    assert_report_is_printed(&bed, &all);
+}
+
+/// Checks the output of `warmroute audit`.
+fn assert_report_is_printed(bed: &RoutingBed, all: &Value) {
+    let admin = bed.stack.admin_url("");
+    let command = |more: &[&str]| {
+        let ran = Command::new(env!("CARGO_BIN_EXE_warmroute"))
+            .args(["audit", "--admin", &admin])
+            .args(more)
+            .output();
+        let ran = ran.unwrap();
+        assert!(ran.status.success(), "{ran:?}");
+        String::from_utf8(ran.stdout).unwrap()
+    };
+    let text = command(&["--price", "1000000"]);
+    for words in [
+        "qwen2.5",
+        "cached: prefill tokens saved",
+        "worth",
+        "no worker had cached it",
+        "predictions correct",
+    ] {
+        assert!(text.contains(words), "{words}:\n{text}");
+    }
+    assert_eq!(
+        serde_json::from_str::<Value>(&command(&["--json"])).unwrap()["models"]["qwen2.5"],
+        *all
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_removed_before_prefill_count_as_evicted() {
+    let bed = bed(&[engine(1)]).await;
+    let prompt = text(&essay(2));
+    bed.ask(&prompt).await.engine();
+    bed.settle().await;
+    // The engine evicts at once and publishes the event with its next step.
+    let reset = bed
+        .http
+        .post(bed.engine(1).url("/reset_prefix_cache"))
+        .send()
+        .await
+        .unwrap();
+    assert!(reset.status().is_success());
+    bed.ask(&prompt).await.engine();
+    let sums = sums(&bed, 2).await;
+    assert_eq!(
+        (&sums["errors"], &sums["less"]),
+        (&json!({"evicted": 1}), &json!(1)),
+        "{sums:#}"
+    );
+    assert_eq!(sums["missed_tokens"]["evicted"], sums["captured_tokens"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hit_after_lost_events_is_stale_index() {
+    let mut spec = engine(1);
+    spec.replay = false;
+    let bed = bed(&[spec]).await;
+    let prompt = text(&essay(3));
+    bed.misbehave(
+        1,
+        json!({"drop_events": {"batches": 1, "keep_for_replay": false}}),
+    )
+    .await;
+    bed.ask(&prompt).await.engine();
+    bed.ask(&prompt).await.engine();
+    let sums = sums(&bed, 2).await;
+    assert_eq!(
+        (&sums["errors"], &sums["more"]),
+        (&json!({"stale_index": 1}), &json!(1)),
+        "{sums:#}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn other_template_and_missing_usage_are_audited() {
+    let folder = tempfile::tempdir().unwrap();
+    let template = folder.path().join("other.jinja");
+    std::fs::write(
+        &template,
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
+    )
+    .unwrap();
+    let bed = bed(&[engine(1).with(&["--chat-template", template.to_str().unwrap()])]).await;
+    bed.ask(&chat(&essay(4))).await.engine();
+    let sums_of_parity = sums(&bed, 1).await;
+    assert!(
+        sums_of_parity["missed_tokens"]["token_mismatch"]
+            .as_u64()
+            .is_some()
+            || sums_of_parity["errors"]["token_mismatch"] == 1,
+        "{sums_of_parity:#}"
+    );
+    drop(bed);
+
+    let bed = self::bed(&[engine(1).with(&["--no-prompt-tokens-details"])]).await;
+    bed.ask(&chat(&essay(5))).await.engine();
+    let mut streamed = chat(&essay(5));
+    streamed["stream"] = json!(true);
+    bed.ask(&streamed).await.engine();
+    let silent = sums(&bed, 2).await;
+    assert_eq!(
+        (
+            &silent["no_details"],
+            &silent["no_usage"],
+            &silent["answers"]
+        ),
+        (&json!(1), &json!(1), &json!(0))
+    );
+}

@@ -1,0 +1,468 @@
+//! Test deployment, with helpers that send requests and observe the state.
+
+use std::time::Duration;
+
+use reqwest::{RequestBuilder, Response, StatusCode};
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+use warmroute_engines::engine_client::MetricsPage;
+use warmroute_testbed::deployment::{EngineProcess, EngineSpec, LocalDeployment, MODEL};
+use warmroute_testbed::merge_config;
+use warmroute_testbed::ports::until;
+
+use crate::support::deployment::programs;
+use crate::support::openmetrics::{self, OpenMetricsPage};
+
+/// Timeout of every wait, long enough for a busy machine.
+pub(crate) const SOON: Duration = Duration::from_secs(60);
+
+/// Running deployment in its own directory. The processes end before the directory is removed.
+pub(crate) struct RoutingBed {
+    pub(crate) stack: LocalDeployment,
+    pub(crate) http: reqwest::Client,
+    /// Metrics of killed engines, by worker.
+    harvested: Vec<(u64, MetricsPage)>,
+    _dir: tempfile::TempDir,
+}
+
+/// Engine that is twenty times faster than a real one.
+pub(crate) fn engine(id: u64) -> EngineSpec {
+    EngineSpec::new(id).with(&["--speed", "20"])
+}
+
+/// Engine for one phase.
+pub(crate) fn engine_for(role: &str, id: u64) -> EngineSpec {
+    engine(id).with_worker_fields(json!({"role": role}))
+}
+
+/// The shipped configuration with longer timeouts. On a busy machine, one second can pass without
+/// an error.
+pub(crate) fn patient(shipped: &str) -> String {
+    let mut config = shipped.to_owned();
+    for setting in [" message_timeout: ", " connect_timeout: "] {
+        assert!(config.contains(&format!("{setting}1s")), "{setting}");
+        config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
+    }
+    config
+}
+
+/// Lets the pins and ranks of clients through to warmroute, as described in `envoy/README.md`.
+pub(crate) fn letting_pins_through(shipped: &str) -> String {
+    let mut config = patient(shipped);
+    for name in [
+        "x-worker-instance-id",
+        "x-prefill-instance-id",
+        "x-dp-rank",
+        "x-data-parallel-rank",
+        "x-prefill-dp-rank",
+        "x-dynamo-worker-instance-id",
+        "x-dynamo-prefill-instance-id",
+        "x-dynamo-dp-rank",
+        "x-dynamo-prefill-dp-rank",
+    ] {
+        let line = format!("              - remove: {name}\n");
+        assert_eq!(config.matches(&line).count(), 1, "{name}");
+        config = config.replace(&line, "");
+    }
+    config
+}
+
+impl RoutingBed {
+    /// Starts the deployment and waits until requests are routed. `more` is merged into the
+    /// configuration.
+    pub(crate) async fn start(specs: &[EngineSpec], more: Value) -> Self {
+        Self::behind(specs, more, patient).await
+    }
+
+    /// Like [`Self::start`], with a changed Envoy configuration.
+    pub(crate) async fn behind(
+        specs: &[EngineSpec],
+        more: Value,
+        envoy: impl Fn(&str) -> String,
+    ) -> Self {
+        Self::behind_file("standalone", specs, more, envoy).await
+    }
+
+    /// Like [`Self::behind`], with another shipped Envoy file.
+    pub(crate) async fn behind_file(
+        file: &str,
+        specs: &[EngineSpec],
+        more: Value,
+        envoy: impl Fn(&str) -> String,
+    ) -> Self {
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-")
+            .tempdir()
+            .unwrap();
+        let mut stack = LocalDeployment::start_engines(&programs(), specs, dir.path())
+            .await
+            .unwrap();
+        stack.write_workers().unwrap();
+        let mut config = json!({
+            "gateway": {"response_headers": {"worker": true, "prediction": true}},
+            "requests": {"limits": {"decision_timeout": "30s"}},
+            "process": {"readiness": {"event_sources_timeout": "60s"}, "log": {"level": "info"}},
+        });
+        merge_config(&mut config, &more);
+        stack.start_router(&config).await.unwrap();
+        let shipped = stack.envoy_setup().shipped_config(file, &[]).unwrap();
+        stack.start_envoy(&envoy(&shipped)).await.unwrap();
+        let http = warmroute_runtime::tls::http_client_builder()
+            .timeout(SOON)
+            .build()
+            .unwrap();
+        Self {
+            stack,
+            http,
+            harvested: Vec::new(),
+            _dir: dir,
+        }
+    }
+
+    pub(crate) fn post(&self, body: &Value) -> RequestBuilder {
+        self.http.post(self.stack.url(path_of(body))).json(body)
+    }
+
+    pub(crate) async fn ask(&self, body: &Value) -> RoutedAnswer {
+        RoutedAnswer::of(self.post(body)).await
+    }
+
+    /// Like [`Self::ask`], in the background.
+    pub(crate) fn send_in_background(&self, body: &Value) -> JoinHandle<RoutedAnswer> {
+        tokio::spawn(RoutedAnswer::of(self.post(body)))
+    }
+
+    /// Makes an engine misbehave.
+    pub(crate) async fn misbehave(&self, id: u64, how: Value) {
+        let response = self
+            .http
+            .post(self.engine(id).url("/sim/misbehave"))
+            .json(&how)
+            .send()
+            .await
+            .unwrap();
+        assert!(response.status().is_success());
+    }
+
+    /// Enables or holds the first tokens of an engine. While they are held, its prefills do not
+    /// end.
+    pub(crate) async fn first_tokens(&self, id: u64, come: bool) {
+        self.misbehave(id, json!({"hold_first_tokens": !come}))
+            .await;
+    }
+
+    pub(crate) fn engine(&self, id: u64) -> &EngineProcess {
+        &self.stack.engines[self.at(id)]
+    }
+
+    fn at(&self, id: u64) -> usize {
+        self.stack
+            .engines
+            .iter()
+            .position(|engine| engine.spec.id == id)
+            .unwrap()
+    }
+
+    /// Stores the metrics of an engine before it is killed.
+    pub(crate) async fn harvest(&mut self, id: u64) {
+        let page = self.page(id).await;
+        self.harvested.push((id, page));
+    }
+
+    async fn page(&self, id: u64) -> MetricsPage {
+        let page = self
+            .http
+            .get(self.engine(id).url("/metrics"))
+            .send()
+            .await
+            .unwrap();
+        MetricsPage::parse(&page.text().await.unwrap())
+    }
+
+    /// Sum of a counter or gauge over all engines.
+    pub(crate) async fn engines(&self, name: &str) -> f64 {
+        let all: Vec<u64> = self
+            .stack
+            .engines
+            .iter()
+            .map(|engine| engine.spec.id)
+            .collect();
+        self.engine_sum(&all, name).await
+    }
+
+    /// Sum of a counter or gauge over some engines. Counters include the values of killed engines;
+    /// gauges of engines that do not run are zero.
+    pub(crate) async fn engine_sum(&self, ids: &[u64], name: &str) -> f64 {
+        let of = |page: &MetricsPage| page.sum(name).unwrap_or_else(|| panic!("no {name}"));
+        let counted = |name: &str| name.ends_with("_total");
+        let before = self
+            .harvested
+            .iter()
+            .filter(|(id, _)| ids.contains(id) && counted(name));
+        let mut sum = before.map(|(_, page)| of(page)).sum();
+        for id in ids.iter().filter(|id| self.engine(**id).pid().is_some()) {
+            sum += of(&self.page(*id).await);
+        }
+        sum
+    }
+
+    pub(crate) fn kill(&mut self, id: u64) {
+        let at = self.at(id);
+        self.stack.engines[at].kill9();
+    }
+
+    pub(crate) async fn restart(&mut self, id: u64) {
+        let programs = self.stack.programs.clone();
+        let run_dir = self.stack.run_dir.clone();
+        let at = self.at(id);
+        self.stack.engines[at]
+            .restart(&programs, &run_dir)
+            .await
+            .unwrap();
+    }
+
+    pub(crate) async fn metrics(&self) -> OpenMetricsPage {
+        let request = self
+            .http
+            .get(self.stack.admin_url("/metrics"))
+            .header("accept", openmetrics::ACCEPT);
+        let response = request.send().await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        OpenMetricsPage::read(&response.text().await.unwrap())
+    }
+
+    /// Waits until the metrics page meets a condition.
+    pub(crate) async fn shows(&self, what: &str, is_met: impl Fn(&OpenMetricsPage) -> bool) {
+        let met = until(SOON, async || is_met(&self.metrics().await)).await;
+        assert!(met, "{what}:\n{}", self.metrics().await.text());
+    }
+
+    /// Number of one worker in `/debug/load`.
+    pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
+        let ranks = self.stack.debug_page("load").await.unwrap();
+        let own = ranks
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
+        own.map(|rank| {
+            rank[of]
+                .as_u64()
+                .unwrap_or_else(|| panic!("no {of} in {ranks}"))
+        })
+        .sum()
+    }
+
+    pub(crate) async fn wait_load(&self, id: u64, of: &str, wanted: impl Fn(u64) -> bool) {
+        let reached = until(SOON, async || wanted(self.load(id, of).await)).await;
+        assert!(
+            reached,
+            "{of} of worker {id} is {}",
+            self.load(id, of).await
+        );
+    }
+
+    /// Waits until no exchange is open. Asserts that no load, queue entry or session request is
+    /// left.
+    pub(crate) async fn quiet(&self) {
+        self.shows("exchanges are open", |page| {
+            page.sum("open_exchanges", &[]) == 0.0
+        })
+        .await;
+        let load = self.stack.debug_page("load").await.unwrap();
+        for rank in load.as_array().unwrap() {
+            for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
+                assert_eq!(rank[of], json!(0), "{of} of {rank}");
+            }
+        }
+        let page = self.metrics().await;
+        for family in [
+            "queue_requests",
+            "queue_prompt_tokens",
+            "queue_cached_tokens",
+            "session_requests",
+        ] {
+            assert_eq!(page.sum(family, &[]), 0.0, "{family}:\n{}", page.text());
+        }
+    }
+
+    /// Waits until no exchange is open and the index equals the caches of the engines.
+    pub(crate) async fn settle(&self) {
+        self.quiet().await;
+        let agree = async || {
+            let indexed = self.stack.debug_page("index").await.unwrap()["total"]["device"]
+                .as_u64()
+                .unwrap();
+            indexed == self.cached_blocks().await
+        };
+        assert!(
+            until(SOON, agree).await,
+            "the index differs from the caches of the engines"
+        );
+    }
+
+    async fn cached_blocks(&self) -> u64 {
+        let mut blocks = 0;
+        for engine in &self.stack.engines {
+            let Ok(response) = self.http.get(engine.url("/sim/state")).send().await else {
+                continue;
+            };
+            let state: Value = response.json().await.unwrap();
+            let ranks = state["ranks"].as_array().unwrap().iter();
+            blocks += ranks
+                .map(|rank| rank["cached"].as_array().unwrap().len() as u64)
+                .sum::<u64>();
+        }
+        blocks
+    }
+
+    /// Sends a request directly to an engine, so that the engine caches the prompt.
+    pub(crate) async fn warm(&self, id: u64, body: &Value) {
+        let request = self
+            .http
+            .post(self.engine(id).url(path_of(body)))
+            .json(body);
+        assert_eq!(request.send().await.unwrap().status(), StatusCode::OK);
+        self.settle().await;
+    }
+}
+
+pub(crate) fn path_of(body: &Value) -> &'static str {
+    if body["prompt"].is_null() {
+        "/v1/chat/completions"
+    } else {
+        "/v1/completions"
+    }
+}
+
+/// Completion request without a stream. Unlike chats, whose template is a common prefix,
+/// completions share no cached blocks.
+pub(crate) fn text(prompt: &str) -> Value {
+    json!({"model": MODEL, "prompt": prompt, "max_tokens": 2})
+}
+
+/// A unary chat.
+pub(crate) fn chat(question: &str) -> Value {
+    json!({"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 2})
+}
+
+/// The same as a stream that tells its usage.
+pub(crate) fn stream(question: &str, tokens: u64) -> Value {
+    let mut body = chat(question);
+    body["max_tokens"] = json!(tokens);
+    body["stream"] = json!(true);
+    body["stream_options"] = json!({"include_usage": true});
+    body
+}
+
+/// A few hundred tokens that no other `topic` begins with.
+pub(crate) fn essay(topic: usize) -> String {
+    let words = [
+        "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
+        "thread",
+    ];
+    let word = |at: usize| words[(at * 7 + topic * (at + 3)) % words.len()];
+    let body: Vec<&str> = (0..300).map(word).collect();
+    format!("{topic} is the number: {}", body.join(" "))
+}
+
+/// What a client got.
+#[derive(Clone, Debug)]
+pub(crate) struct RoutedAnswer {
+    pub(crate) status: StatusCode,
+    headers: reqwest::header::HeaderMap,
+    pub(crate) text: String,
+    /// Whether its end never came.
+    pub(crate) cut: bool,
+}
+
+impl RoutedAnswer {
+    pub(crate) async fn of(request: RequestBuilder) -> Self {
+        let answer = Self::begun(request).await;
+        assert!(!answer.cut, "{answer:?}");
+        answer
+    }
+
+    /// Like [`Self::of`], for a response that may be cut off.
+    pub(crate) async fn begun(request: RequestBuilder) -> Self {
+        Self::read(request.send().await.unwrap()).await
+    }
+
+    pub(crate) async fn read(mut response: Response) -> Self {
+        let status = response.status();
+        let headers = response.headers().clone();
+        let mut text = Vec::new();
+        let cut = loop {
+            match response.chunk().await {
+                Ok(Some(chunk)) => text.extend_from_slice(&chunk),
+                end => break end.is_err(),
+            }
+        };
+        Self {
+            status,
+            headers,
+            text: String::from_utf8(text).unwrap(),
+            cut,
+        }
+    }
+
+    /// Value of a header; empty if it is missing.
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers
+            .get(name)
+            .map_or("", |value| value.to_str().unwrap())
+    }
+
+    /// Worker that served the request.
+    pub(crate) fn engine(&self) -> u64 {
+        assert_eq!(self.status, StatusCode::OK, "{self:?}");
+        self.header("x-engine-id").parse().unwrap()
+    }
+
+    /// True if Envoy tried more than one worker.
+    pub(crate) fn is_retried(&self) -> bool {
+        let attempts = self.header("x-received-envoy-attempt-count");
+        assert!(!attempts.is_empty(), "{self:?}");
+        attempts != "1"
+    }
+
+    /// Worker that the response header names.
+    pub(crate) fn chosen(&self) -> u64 {
+        self.header("x-worker-instance-id")
+            .parse()
+            .unwrap_or_else(|_| panic!("no worker was chosen: {self:?}"))
+    }
+
+    pub(crate) fn mode(&self) -> &str {
+        self.header("x-warmroute-mode")
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// Asserts an error in OpenAI's format. Returns its code and message.
+    pub(crate) fn error(&self, status: u16) -> (String, String) {
+        assert_eq!(self.status, status, "{self:?}");
+        assert_eq!(self.header("content-type"), "application/json", "{self:?}");
+        let error = &self.json()["error"];
+        let text = |key: &str| {
+            error[key]
+                .as_str()
+                .unwrap_or_else(|| panic!("no {key}: {self:?}"))
+                .to_owned()
+        };
+        assert!(
+            !text("type").is_empty() && error.get("param").is_some(),
+            "{self:?}"
+        );
+        (text("code"), text("message"))
+    }
+
+    /// Value of `Retry-After` in seconds.
+    pub(crate) fn retry_after(&self) -> u64 {
+        self.header("retry-after")
+            .parse()
+            .unwrap_or_else(|_| panic!("no Retry-After: {self:?}"))
+    }
+}

@@ -1,0 +1,242 @@
+//! Contents of responses, as clients parse them. Engines report a failure in a stream as an event
+//! with status 200 and end the stream normally, so every event must be checked. An engine that used
+//! the KV of another request responds normally too; only a comparison with a single engine detects
+//! that.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use futures_util::{StreamExt as _, stream as streams};
+use serde_json::Value;
+use tempfile::TempDir;
+use warmroute_testbed::deployment::{EngineProcess, EngineSpec};
+
+use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, essay, path_of, stream, text};
+use crate::support::deployment::programs;
+
+/// Contents of a complete response.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ResponseContent {
+    pub(crate) text: String,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+}
+
+/// Parses a response. The error is the reason for which it is incomplete or invalid.
+pub(crate) fn parse_content(
+    body: &Value,
+    answer: &RoutedAnswer,
+) -> Result<ResponseContent, String> {
+    if answer.status != 200 || answer.cut {
+        return Err("status, or cut off".to_owned());
+    }
+    let content = if body["stream"] == true {
+        of_stream(&answer.text)?
+    } else {
+        of_document(&answer.text)?
+    };
+    let wanted = body["max_tokens"].as_u64().unwrap();
+    if content.completion_tokens != wanted {
+        return Err(format!(
+            "{} tokens, not {wanted}",
+            content.completion_tokens
+        ));
+    }
+    Ok(content)
+}
+
+/// The workers of the phases of some requests.
+pub(crate) struct PhaseWorkers {
+    pub(crate) prefills: BTreeSet<u64>,
+    pub(crate) decodes: BTreeSet<u64>,
+}
+
+/// Sends 20 chats, 20 completions and 20 streams with remote prefill. Asserts that one engine
+/// generates the same contents.
+pub(crate) async fn assert_split_contents(bed: &RoutingBed) -> PhaseWorkers {
+    let bodies = (0..60).map(|topic| match topic % 3 {
+        0 => chat(&essay(topic)),
+        1 => text(&essay(topic)),
+        _ => stream(&essay(topic), 4),
+    });
+    let answers: Vec<(Value, RoutedAnswer)> = streams::iter(bodies)
+        .map(async |body| (body.clone(), bed.ask(&body).await))
+        .buffer_unordered(8)
+        .collect()
+        .await;
+    let mut workers = PhaseWorkers {
+        prefills: BTreeSet::new(),
+        decodes: BTreeSet::new(),
+    };
+    let mut contents = Vec::new();
+    for (body, answer) in &answers {
+        workers.decodes.insert(answer.engine());
+        let prefill = answer.header("x-prefill-instance-id").parse();
+        workers.prefills.insert(prefill.expect("a prefill worker"));
+        let content = parse_content(body, answer);
+        contents.push((
+            body,
+            content.unwrap_or_else(|reason| panic!("{reason}: {answer:?}")),
+        ));
+    }
+    ReferenceEngine::start()
+        .await
+        .assert_same_contents(contents.iter().map(|(body, content)| (*body, content)))
+        .await;
+    workers
+}
+
+/// Number of tokens in a stream, complete or not.
+pub(crate) fn tokens_seen(stream: &str) -> usize {
+    stream
+        .lines()
+        .filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok())
+        .filter(is_token)
+        .count()
+}
+
+/// True if an event has a token. The first event of a chat has none.
+fn is_token(event: &Value) -> bool {
+    let choice = &event["choices"][0];
+    choice["text"].is_string()
+        || choice["delta"]["content"].is_string() && choice["delta"]["role"].is_null()
+}
+
+fn of_document(text: &str) -> Result<ResponseContent, String> {
+    let document: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    no_error(&document)?;
+    let choice = &document["choices"][0];
+    if choice["finish_reason"] != "length" {
+        return Err(format!("it ended with {}", choice["finish_reason"]));
+    }
+    let content_text = choice["message"]["content"]
+        .as_str()
+        .or(choice["text"].as_str())
+        .ok_or("no text")?;
+    with_usage(content_text.to_owned(), &document)
+}
+
+fn of_stream(text: &str) -> Result<ResponseContent, String> {
+    let events = text
+        .strip_suffix("\n\n")
+        .ok_or("it ends within an event")?
+        .split("\n\n");
+    let events: Option<Vec<&str>> = events.map(|event| event.strip_prefix("data: ")).collect();
+    let mut events = events.ok_or("an event without data")?;
+    if events.pop() != Some("[DONE]") {
+        return Err("its end is missing".to_owned());
+    }
+    let mut content_text = String::new();
+    let mut ended = 0;
+    let mut usage = None;
+    let mut tokens = 0;
+    for event in events {
+        let event: Value =
+            serde_json::from_str(event).map_err(|error| format!("{error}: {event}"))?;
+        no_error(&event)?;
+        let choice = &event["choices"][0];
+        if is_token(&event) {
+            tokens += 1;
+            content_text += choice["delta"]["content"]
+                .as_str()
+                .or(choice["text"].as_str())
+                .unwrap_or_default();
+        }
+        ended += u32::from(choice["finish_reason"] == "length");
+        if event["usage"].is_object() {
+            usage = Some(event);
+        }
+    }
+    let content = with_usage(content_text, &usage.ok_or("no usage")?)?;
+    if (ended, tokens) != (1, content.completion_tokens) {
+        return Err(format!(
+            "{tokens} tokens came of {}, and {ended} ends",
+            content.completion_tokens
+        ));
+    }
+    Ok(content)
+}
+
+fn no_error(event: &Value) -> Result<(), String> {
+    if !event["error"].is_null() {
+        return Err(format!("it tells an error: {event}"));
+    }
+    // Reported only by simulated engines.
+    match event["engine_kv"].as_str() {
+        Some(whose @ ("stale" | "mismatch")) => Err(format!("the KV it was made of is {whose}")),
+        _ => Ok(()),
+    }
+}
+
+fn with_usage(text: String, event: &Value) -> Result<ResponseContent, String> {
+    let tokens = |of: &str| {
+        event["usage"][of]
+            .as_u64()
+            .ok_or_else(|| format!("no {of}"))
+    };
+    Ok(ResponseContent {
+        text,
+        prompt_tokens: tokens("prompt_tokens")?,
+        completion_tokens: tokens("completion_tokens")?,
+    })
+}
+
+/// Engine for both phases that no router uses. Its responses are the reference.
+pub(crate) struct ReferenceEngine {
+    engine: EngineProcess,
+    http: reqwest::Client,
+    _dir: TempDir,
+}
+
+impl ReferenceEngine {
+    pub(crate) async fn start() -> Self {
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-alone-")
+            .tempdir()
+            .unwrap();
+        let spec = EngineSpec::new(99).with(&["--speed", "500"]);
+        let engine = EngineProcess::start(&programs(), spec, dir.path())
+            .await
+            .unwrap();
+        Self {
+            engine,
+            http: warmroute_runtime::tls::http_client_builder()
+                .build()
+                .unwrap(),
+            _dir: dir,
+        }
+    }
+
+    pub(crate) async fn respond(&self, body: &Value) -> ResponseContent {
+        let answer =
+            RoutedAnswer::of(self.http.post(self.engine.url(path_of(body))).json(body)).await;
+        parse_content(body, &answer).unwrap_or_else(|why| panic!("{why}: {answer:?}"))
+    }
+
+    /// Asserts that responses equal those of the reference engine.
+    pub(crate) async fn assert_same_contents(
+        &self,
+        answers: impl IntoIterator<Item = (&Value, &ResponseContent)>,
+    ) {
+        let mut by_body: BTreeMap<String, Vec<(&Value, &ResponseContent)>> = BTreeMap::new();
+        for (body, content) in answers {
+            by_body
+                .entry(body.to_string())
+                .or_default()
+                .push((body, content));
+        }
+        let agreeing = by_body.values().map(async |same| {
+            let (body, _) = same[0];
+            let right = self.respond(body).await;
+            for (_, content) in same {
+                assert_eq!(
+                    **content, right,
+                    "another answer than the right one: {body}"
+                );
+            }
+        });
+        streams::iter(agreeing)
+            .buffer_unordered(8)
+            .collect::<Vec<()>>()
+            .await;
+    }
+}

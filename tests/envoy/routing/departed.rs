@@ -1,0 +1,121 @@
+//! Metric series of a worker rank that left the fleet.
+
+use serde_json::{Value, json};
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{RoutingBed, SOON, engine, essay, text};
+
+const LABELS: &str = include_str!("../../../crates/metrics/src/labels.rs");
+
+/// Label sets that name a worker.
+fn worker_labels() -> Vec<&'static str> {
+    let sets = LABELS.split("pub struct ").skip(1).filter(|set| {
+        let fields = set.split('}').next().unwrap();
+        ["worker_id:", "dp_rank:", "endpoint:"]
+            .iter()
+            .any(|field| fields.contains(field))
+    });
+    sets.map(|set| set.split_whitespace().next().unwrap())
+        .collect()
+}
+
+/// Source of the metric families of `crates/metrics`, with one declaration per line:
+/// `"name" field: Type = constructor;`.
+fn declarations() -> &'static str {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
+    let files = std::fs::read_dir(folder).unwrap();
+    let sources: Vec<String> = files
+        .map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap())
+        .collect();
+    sources.join("\n").leak()
+}
+
+/// Metric families with series that name a worker.
+fn worker_families() -> Vec<&'static str> {
+    let labels = worker_labels();
+    let declared = declarations().lines().filter_map(|line| {
+        let (name, rest) = line.trim().strip_prefix('"')?.split_once("\" ")?;
+        let (_, declared) = rest.strip_suffix(';')?.split_once(": ")?;
+        Some((name, declared))
+    });
+    let of_workers = declared.filter(|(_, declared)| {
+        let declared = declared.split(" = ").next().unwrap();
+        labels
+            .iter()
+            .any(|labels| declared.contains(&format!("<{labels}")))
+    });
+    of_workers.map(|(name, _)| name).collect()
+}
+
+/// Metric families of a page that have series of a worker.
+fn shown<'f>(page: &str, families: &[&'f str], id: u64) -> Vec<&'f str> {
+    let label = format!("worker_id=\"{id}\"");
+    let has_series = |family: &&&str| {
+        let name = format!("warmroute_{family}");
+        let suffixes = ["{", "_total{", "_count{"];
+        page.lines().any(|line| {
+            let rest = line.strip_prefix(&name).filter(|_| line.contains(&label));
+            rest.is_some_and(|rest| suffixes.iter().any(|suffix| rest.starts_with(suffix)))
+        })
+    };
+    families.iter().filter(has_series).copied().collect()
+}
+
+/// Covers every family whose labels name a worker. A new family fails this test until the test
+/// makes it appear, or if its series remain.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn departed_worker_leaves_no_metric_series() {
+    let families = worker_families();
+    assert!(
+        families.contains(&"worker_unreachable_requests") && families.len() >= 13,
+        "{families:?}"
+    );
+    let more = json!({
+        "index": {"approximate": {"ttl_with_events": "600s"}},
+        "routing": {"outlier_detection": {"consecutive_failures": 1000}},
+    });
+    let mut bed = RoutingBed::start(&[engine(1), engine(2)], more).await;
+    let mut turn = 0;
+    let all_but_one: Vec<_> = families
+        .iter()
+        .copied()
+        .filter(|family| *family != "worker_unreachable_requests")
+        .collect();
+    // The lag of a source appears with the first batch that is not replayed.
+    let all_served = until(SOON, async || {
+        turn += 1;
+        bed.ask(&text(&essay(turn))).await;
+        let page = bed.metrics().await;
+        [1, 2]
+            .iter()
+            .all(|id| shown(page.text(), &families, *id) == all_but_one)
+    });
+    assert!(all_served.await, "{}", bed.metrics().await.text());
+    bed.settle().await;
+    bed.kill(2);
+    let all_shown = until(SOON, async || {
+        turn += 1;
+        bed.ask(&text(&format!("{turn} is not reached"))).await;
+        shown(bed.metrics().await.text(), &families, 2) == families
+    });
+    assert!(
+        all_shown.await,
+        "only {:?} of {families:?}",
+        shown(bed.metrics().await.text(), &families, 2)
+    );
+
+    let endpoint = bed.engine(2).address.to_string();
+    let remaining: Vec<Value> = vec![bed.engine(1).worker_entry()];
+    bed.stack.write_worker_entries(&json!(remaining)).unwrap();
+    bed.shows("the worker leaves", |page| page.sum("workers", &[]) == 1.0)
+        .await;
+    let page = bed.metrics().await;
+    let left: Vec<_> = page
+        .text()
+        .lines()
+        .filter(|line| line.contains("worker_id=\"2\"") || line.contains(&endpoint))
+        .collect();
+    assert!(left.is_empty(), "{left:#?}");
+    let kept = shown(page.text(), &families, 1);
+    assert_eq!(kept, all_but_one);
+}

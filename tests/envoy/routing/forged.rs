@@ -1,0 +1,247 @@
+//! Clients that forge the target of the copy of their request. Measured with Envoy: without
+//! protection, a forged pair of headers sends the copy to any address. Two protections exist, and
+//! each must suffice alone: Envoy removes the headers before all filters, and warmroute ignores
+//! them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{
+    RoutedAnswer, RoutingBed, SOON, chat, engine, engine_for, essay, patient, stream,
+};
+use crate::routing::mirror::{self, PREFILL};
+
+const CLUSTER: &str = "x-prefill-cluster";
+const DESTINATION: &str = "x-prefill-destination";
+
+/// Cluster that routes by the header, as in other gateways.
+const ANYWHERE: &str = "  - name: anywhere
+    type: ORIGINAL_DST
+    lb_policy: CLUSTER_PROVIDED
+    connect_timeout: 1s
+    original_dst_lb_config: {use_http_header: true, http_header_name: x-prefill-destination}
+";
+
+/// Change of a shipped file.
+type EnvoyTemplate = fn(&str) -> String;
+
+/// The shipped file with such a cluster.
+fn with_anywhere(shipped: &str) -> String {
+    let clusters = "  clusters:\n";
+    assert_eq!(shipped.matches(clusters).count(), 1);
+    patient(shipped).replace(clusters, &format!("{clusters}{ANYWHERE}"))
+}
+
+/// The same without the removal of headers, so that only warmroute protects.
+fn unstripped(shipped: &str) -> String {
+    let mut config = with_anywhere(shipped);
+    for name in [CLUSTER, DESTINATION] {
+        let line = format!("              - remove: {name}\n");
+        assert_eq!(config.matches(&line).count(), 1, "{name}");
+        config = config.replace(&line, "");
+    }
+    config
+}
+
+/// Another configuration that replaces the shipped one.
+type ConfigPatch = fn(&str) -> String;
+
+/// Envoy that chooses a decode worker without warmroute. The shipped one responds with 503.
+fn choosing_alone(config: &str) -> String {
+    let no_fallback = "fallback_policy: NO_FALLBACK\n                    default_subset:";
+    assert_eq!(config.matches(no_fallback).count(), 1);
+    config.replace(
+        no_fallback,
+        &no_fallback.replace("NO_FALLBACK", "DEFAULT_SUBSET"),
+    )
+}
+
+/// Server that must receive no request, and counts connections.
+struct OutsideClient {
+    address: String,
+    connections: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+impl OutsideClient {
+    async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let counter = connections.clone();
+        let task = tokio::spawn(async move {
+            while listener.accept().await.is_ok() {
+                counter.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        Self {
+            address,
+            connections,
+            task,
+        }
+    }
+
+    fn connections(&self) -> usize {
+        self.connections.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for OutsideClient {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn ask(bed: &RoutingBed, body: &Value, forged: [Option<&str>; 2]) -> RoutedAnswer {
+    let names = [CLUSTER, DESTINATION].into_iter().zip(forged);
+    let set = names.filter_map(|(name, value)| Some((name, value?)));
+    RoutedAnswer::of(set.fold(bed.post(body), |request, (name, value)| {
+        request.header(name, value)
+    }))
+    .await
+}
+
+/// Forged pairs: for the outsider, for an engine that was not chosen, and incomplete pairs.
+fn forgeries<'a>(outsider: &'a OutsideClient, engine: &'a str) -> [[Option<&'a str>; 2]; 5] {
+    [
+        [Some("anywhere"), Some(&outsider.address)],
+        [Some("workers"), Some(engine)],
+        [Some("prefill"), Some(engine)],
+        [Some("anywhere"), None],
+        [None, Some(&outsider.address)],
+    ]
+}
+
+/// Number of generations that engines have computed.
+async fn request_count(bed: &RoutingBed) -> f64 {
+    bed.engines("vllm:request_success_total").await
+}
+
+/// Bootstrap pairs: the copy is sent to the worker that warmroute chose.
+async fn with_prefill_workers(envoy: EnvoyTemplate) {
+    let bed = mirror::start_behind("20", json!({}), envoy).await;
+    let outsider = OutsideClient::start().await;
+    let engine = bed.engine(PREFILL[0]).address.to_string();
+    for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
+        for body in [chat(&essay(topic)), stream(&essay(topic + 100), 4)] {
+            let before = (
+                request_count(&bed).await,
+                bed.engines("engine_sim:rooms_met_total").await,
+            );
+            let answer = ask(&bed, &body, forged).await;
+            assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
+            mirror::all_met(&bed).await;
+            let after = (
+                request_count(&bed).await,
+                bed.engines("engine_sim:rooms_met_total").await,
+            );
+            assert_eq!(
+                after,
+                (before.0 + 2.0, before.1 + 2.0),
+                "one prefill and one decode: {forged:?}"
+            );
+        }
+    }
+    assert_eq!(
+        outsider.connections(),
+        0,
+        "a server that was not chosen received a copy"
+    );
+}
+
+/// Aggregated workers: there is no copy.
+async fn without_prefill_workers(envoy: EnvoyTemplate) {
+    let specs = [engine(21), engine(22)];
+    let bed = RoutingBed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
+    let outsider = OutsideClient::start().await;
+    let engine = bed.engine(22).address.to_string();
+    for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
+        let before = request_count(&bed).await;
+        let answer = ask(&bed, &chat(&essay(topic)), forged).await;
+        assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
+        assert!(until(SOON, async || bed.idle().await).await);
+        assert_eq!(
+            request_count(&bed).await,
+            before + 1.0,
+            "only the chosen worker: {forged:?}"
+        );
+    }
+    assert_eq!(
+        outsider.connections(),
+        0,
+        "a server that was not chosen received a copy"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_removes_forged_target_of_copy() {
+    with_prefill_workers(with_anywhere).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn warmroute_alone_ignores_forged_target() {
+    with_prefill_workers(unstripped).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_removes_forged_request_for_a_copy() {
+    without_prefill_workers(with_anywhere).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn warmroute_alone_ignores_forged_copy() {
+    without_prefill_workers(unstripped).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_alone_protects_without_warmroute() {
+    let envoys: [(ConfigPatch, u16, bool); 3] = [
+        (unstripped, 503, false),
+        (
+            |shipped| choosing_alone(&with_anywhere(shipped)),
+            200,
+            false,
+        ),
+        (|shipped| choosing_alone(&unstripped(shipped)), 200, true),
+    ];
+    for (envoy, status, reached) in envoys {
+        let specs = [engine_for("decode", 21), engine_for("decode", 22)];
+        let mut bed =
+            RoutingBed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
+        let outsider = OutsideClient::start().await;
+        bed.stack.kill9_router();
+        let answer = ask(
+            &bed,
+            &chat(&essay(1)),
+            [Some("anywhere"), Some(&outsider.address)],
+        )
+        .await;
+        assert_eq!(answer.status, status, "{answer:?}");
+        if reached {
+            assert!(
+                until(SOON, async || outsider.connections() > 0).await,
+                "this shows that the tests above can fail"
+            );
+        } else {
+            let copies = async || {
+                let stats = bed.http.get(
+                    bed.stack
+                        .envoy_setup()
+                        .admin_url("/stats?filter=cluster.anywhere.upstream_cx_total"),
+                );
+                stats.send().await.unwrap().text().await.unwrap()
+            };
+            assert!(
+                copies().await.contains("upstream_cx_total: 0"),
+                "{}",
+                copies().await
+            );
+            assert_eq!(outsider.connections(), 0);
+        }
+    }
+}

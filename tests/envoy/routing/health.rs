@@ -1,0 +1,259 @@
+//! Workers that fail, are overloaded, or recover.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use serde_json::json;
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, engine, text};
+
+/// Sends concurrent requests without common prefixes.
+async fn many(bed: &RoutingBed, count: usize, name: &str) -> Vec<RoutedAnswer> {
+    let bodies: Vec<_> = (0..count).map(|at| text(&format!("{name} {at}"))).collect();
+    join_all(bodies.iter().map(|body| bed.ask(body))).await
+}
+
+async fn ejected(bed: &RoutingBed) -> f64 {
+    bed.metrics().await.sum("ejected_workers", &[])
+}
+
+/// Number of requests that a worker did not answer.
+async fn missed(bed: &RoutingBed, id: u64) -> u64 {
+    bed.metrics().await.sum(
+        "worker_unreachable_requests_total",
+        &[("worker_id", &id.to_string())],
+    ) as u64
+}
+
+/// Time of the first ejection.
+const FIRST: Duration = Duration::from_secs(2);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dead_worker_is_ejected_probed_and_readmitted() {
+    let more = json!({
+        "routing": {
+            "outlier_detection": {
+                "consecutive_failures": 3,
+                "base_ejection_time": "2s",
+                "max_ejection_time": "60s",
+            },
+        },
+    });
+    let mut bed = RoutingBed::start(&[engine(1), engine(2)], more).await;
+    assert_eq!(ejected(&bed).await, 0.0);
+    bed.kill(2);
+    // One request at a time, until the worker has failed often enough.
+    let mut misses = 0;
+    let mut turn = 0;
+    let ejection = until(SOON, async || {
+        turn += 1;
+        let answer = bed.ask(&text(&format!("{turn} before"))).await;
+        assert_eq!(answer.engine(), 1, "Envoy tries another: {answer:?}");
+        misses += u64::from(answer.is_retried());
+        assert_eq!(
+            answer.chosen(),
+            1,
+            "the header names the worker that served: {answer:?}"
+        );
+        bed.quiet().await;
+        ejected(&bed).await == 1.0
+    });
+    assert!(ejection.await, "{}", bed.metrics().await.text());
+    let since = Instant::now();
+    assert_eq!(
+        (misses, missed(&bed, 2).await),
+        (3, 3),
+        "ejected after exactly three failures"
+    );
+    bed.quiet().await;
+
+    assert_one_request_probes(&bed, since).await;
+    assert_eq!(missed(&bed, 2).await, 4);
+    assert_eq!(ejected(&bed).await, 1.0, "the probe failed");
+
+    bed.restart(2).await;
+    let mut turn = 0;
+    let back = until(SOON, async || {
+        turn += 1;
+        let answer = bed.ask(&text(&format!("{turn} after"))).await;
+        assert_eq!(answer.engine(), answer.chosen());
+        ejected(&bed).await == 0.0
+    });
+    assert!(back.await, "{}", bed.metrics().await.text());
+    let served = async || {
+        many(&bed, 4, "later")
+            .await
+            .iter()
+            .any(|answer| answer.engine() == 2)
+    };
+    assert!(until(SOON, served).await, "the worker receives no request");
+    assert_eq!(missed(&bed, 2).await, 4);
+    bed.quiet().await;
+}
+
+/// Sends concurrent requests: none reaches the worker while it is ejected, then exactly one probes
+/// it.
+async fn assert_one_request_probes(bed: &RoutingBed, since: Instant) {
+    let mut round = 0;
+    let tried = until(SOON, async || {
+        round += 1;
+        let sent = Instant::now();
+        let answers = many(bed, 16, &format!("{round} meanwhile")).await;
+        assert!(
+            answers.iter().all(|answer| answer.engine() == 1),
+            "{answers:?}"
+        );
+        let probes = answers.iter().filter(|answer| answer.is_retried()).count();
+        // The next probe is due after twice that time at the earliest.
+        assert!(
+            probes <= 1 || sent.elapsed() > 2 * FIRST,
+            "{probes} probes at once"
+        );
+        assert!(
+            probes == 0 || since.elapsed() + Duration::from_millis(500) > FIRST,
+            "after {:?}",
+            since.elapsed()
+        );
+        probes == 1
+    });
+    assert!(tried.await, "no request probed the worker");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn overloaded_worker_gets_no_requests_for_a_second() {
+    for status in [429_u16, 503] {
+        let bed = RoutingBed::start(&[engine(1), engine(2)], json!({})).await;
+        let mut turn = 0;
+        let mut ask = async |wanted: &dyn Fn(&RoutedAnswer) -> bool| {
+            turn += 1;
+            let answer = bed.ask(&text(&format!("{turn} {status}"))).await;
+            (wanted(&answer), answer)
+        };
+        // Repeated if a busy machine needs more than a second for the requests.
+        let mut spared = 0;
+        let seen = until(SOON, async || {
+            bed.misbehave(2, json!({"refuse": status})).await;
+            let mut sent = Instant::now();
+            let refused = async || {
+                sent = Instant::now();
+                let (refused, answer) = ask(&|answer| answer.chosen() == 2).await;
+                assert_eq!(
+                    answer.status,
+                    if refused { status } else { 200 },
+                    "{answer:?}"
+                );
+                refused
+            };
+            assert!(until(SOON, refused).await, "worker 2 gets nothing");
+            bed.quiet().await;
+            bed.misbehave(2, json!({"refuse": null})).await;
+            spared = 0;
+            let used_again = async || {
+                let (again, answer) = ask(&|answer| answer.engine() == 2).await;
+                if sent.elapsed() < Duration::from_secs(1) {
+                    assert!(!again, "after {:?}: {answer:?}", sent.elapsed());
+                    spared += 1;
+                }
+                again
+            };
+            assert!(
+                until(SOON, used_again).await,
+                "worker 2 is never used again"
+            );
+            // With two equal workers, chance alone would hardly avoid worker 2 that often.
+            spared >= 12
+        });
+        assert!(
+            seen.await,
+            "only {spared} requests in the second after the refusal"
+        );
+        assert_eq!(ejected(&bed).await, 0.0, "an overload is no failure");
+        bed.quiet().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_dead_workers_lose_no_request() {
+    let mut bed = RoutingBed::start(
+        &[1, 2, 3, 4].map(engine),
+        json!({"routing": {"outlier_detection": {"base_ejection_time": "30s"}}}),
+    )
+    .await;
+    let answers = many(&bed, 40, "before").await;
+    let mut served = BTreeMap::new();
+    for answer in answers {
+        *served.entry(answer.engine()).or_insert(0) += 1;
+    }
+    assert_eq!(served.len(), 4, "{served:?}");
+    bed.quiet().await;
+    for id in [1, 2, 3] {
+        bed.kill(id);
+    }
+    let mut round = 0;
+    let ejections = until(SOON, async || {
+        round += 1;
+        let answers = many(&bed, 8, &format!("{round} meanwhile")).await;
+        assert!(
+            answers.iter().all(|answer| answer.engine() == 4),
+            "{answers:?}"
+        );
+        ejected(&bed).await == 3.0
+    });
+    assert!(ejections.await, "{}", bed.metrics().await.text());
+    // All dead workers are ejected, so no request needs a retry.
+    for answer in many(&bed, 40, "after").await {
+        assert_eq!((answer.chosen(), answer.engine()), (4, 4), "{answer:?}");
+        assert_eq!(
+            answer.header("x-received-envoy-attempt-count"),
+            "1",
+            "{answer:?}"
+        );
+    }
+    bed.quiet().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restarted_worker_is_used_again_within_seconds() {
+    let rules = json!({
+        "routing": {
+            "outlier_detection": {
+                "consecutive_failures": 1,
+                "base_ejection_time": "1h",
+                "max_ejection_time": "1h",
+            },
+        },
+    });
+    let mut bed = RoutingBed::start(&[engine(1), engine(2)], rules).await;
+    bed.kill(2);
+    let mut turn = 0;
+    let ejection = until(SOON, async || {
+        turn += 1;
+        bed.ask(&text(&format!("{turn} before"))).await;
+        ejected(&bed).await == 1.0
+    });
+    assert!(ejection.await, "{}", bed.metrics().await.text());
+    // Long enough for a health check to fail.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    bed.restart(2).await;
+    let restarted = Instant::now();
+    let used = until(SOON, async || {
+        turn += 1;
+        bed.ask(&text(&format!("{turn} after"))).await.engine() == 2
+    });
+    assert!(
+        used.await,
+        "the worker receives no request for {:?}",
+        restarted.elapsed()
+    );
+    // Without the health check it would be ejected for an hour; a busy machine may take some
+    // seconds.
+    assert!(
+        restarted.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        restarted.elapsed()
+    );
+    bed.quiet().await;
+    assert_eq!(ejected(&bed).await, 0.0);
+}

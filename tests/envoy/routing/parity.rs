@@ -1,0 +1,377 @@
+//! Parity: engines whose tokens differ from warmroute's are detected, reported and routed load-only
+//! until they agree. Also tokenization by the engines, available or not.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use warmroute_testbed::deployment::{BLOCK_SIZE, EngineSpec, MODEL};
+use warmroute_testbed::ports::{FreePort, until};
+
+use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
+use crate::support::model_file;
+
+/// Template that differs from the model's after the first tokens.
+const OTHER: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+struct TemplateFile {
+    path: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl TemplateFile {
+    fn other() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("other.jinja");
+        std::fs::write(&path, OTHER).unwrap();
+        Self {
+            path,
+            _folder: folder,
+        }
+    }
+
+    fn flags<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
+        [&["--chat-template", self.path.to_str().unwrap()], more].concat()
+    }
+}
+
+async fn parity(bed: &RoutingBed) -> Value {
+    bed.stack.debug_page("parity").await.unwrap()[0].take()
+}
+
+async fn becomes(bed: &RoutingBed, mistrusted: bool) -> Value {
+    let reached = until(SOON, async || parity(bed).await["mistrusted"] == mistrusted).await;
+    let shown = parity(bed).await;
+    assert!(reached, "mistrusted: {mistrusted}\n{shown:#}\n{}", log(bed));
+    shown
+}
+
+fn log(bed: &RoutingBed) -> String {
+    std::fs::read_to_string(bed.stack.router().unwrap().log()).unwrap()
+}
+
+/// Restarts the engine with the correct template.
+async fn restart_with_own_template(bed: &mut RoutingBed) {
+    bed.stack.engines[0]
+        .spec
+        .args
+        .retain(|arg| !arg.contains("template") && !arg.contains("jinja"));
+    bed.restart(1).await;
+}
+
+fn models(more: &Value) -> Value {
+    let mut model = json!({"name": MODEL, "block_size": BLOCK_SIZE});
+    model
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    json!([model])
+}
+
+fn with_tokenizer(more: &Value) -> Value {
+    let mut model = json!({
+        "tokenizer": model_file("tokenizer.json.gz"), "tokenizer_config": model_file("tokenizer_config.json")});
+    model
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    models(&model)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn wrong_template_is_reported_until_engine_restart() {
+    let template = TemplateFile::other();
+    let config = json!({"engines": {"parity_check": {"interval": "1s", "timeout": "30s"}}});
+    let mut bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
+    let shown = becomes(&bed, true).await;
+    assert_difference_is_reported(&shown, &log(&bed));
+    let question = chat(&essay(1));
+    for _ in 0..2 {
+        let answer = bed.ask(&question).await;
+        assert_eq!(
+            (answer.mode(), answer.engine()),
+            ("load_only", 1),
+            "{answer:?}"
+        );
+    }
+    // Token ids of the client are used as they are.
+    let tokens: Vec<u32> = (1000..1100).collect();
+    assert_eq!(
+        bed.ask(&json!({"model": MODEL, "prompt": tokens, "max_tokens": 2}))
+            .await
+            .mode(),
+        "exact"
+    );
+    bed.shows("it is counted", |page| {
+        page.sum("parity_tokens_disabled", &[("model", MODEL)]) == 1.0
+            && page.sum("parity_mismatches_total", &[("model", MODEL)]) == 1.0
+            && page.sum("parity_workers", &[("outcome", "differs")]) == 1.0
+            && page.sum("degradations_total", &[("reason", "parity_mismatch")]) == 2.0
+    })
+    .await;
+    restart_with_own_template(&mut bed).await;
+    let healed = becomes(&bed, false).await;
+    assert_eq!(healed["workers"]["1"]["verdict"], "agrees", "{healed:#}");
+    assert!(
+        healed["workers"]["1"]["compared"].as_u64().unwrap() > 10,
+        "{healed:#}"
+    );
+    let exact = until(SOON, async || bed.ask(&question).await.mode() == "exact").await;
+    assert!(exact, "{}", log(&bed));
+}
+
+/// Checks the difference of the chat template on the page and in the log.
+fn assert_difference_is_reported(shown: &Value, log_text: &str) {
+    let difference = &shown["workers"]["1"]["difference"];
+    assert_eq!(
+        (&difference["what"], &difference["canary"]),
+        (&json!("tokens"), &json!("chat_plain")),
+        "{shown:#}"
+    );
+    assert!(
+        difference["ours"].is_u64() && difference["theirs"].is_u64(),
+        "{shown:#}"
+    );
+    assert_ne!(difference["ours"], difference["theirs"]);
+    // Qwen's template adds a default system prompt.
+    assert!(
+        difference["our_text"]
+            .as_str()
+            .unwrap()
+            .contains("<|im_start|>system"),
+        "{shown:#}"
+    );
+    assert!(
+        difference["their_text"]
+            .as_str()
+            .unwrap()
+            .contains("<|im_start|>user"),
+        "{shown:#}"
+    );
+    let line = log_text
+        .lines()
+        .find(|line| line.contains("engine tokens differ"))
+        .unwrap_or_else(|| panic!("{log_text}"));
+    for word in [
+        "chat_plain",
+        &format!("ours=Some({})", difference["ours"]),
+        &format!("theirs=Some({})", difference["theirs"]),
+    ] {
+        assert!(line.contains(word), "{word}: {line}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_the_differing_engine_is_routed_load_only() {
+    let template = TemplateFile::other();
+    let bed = RoutingBed::start(
+        &[engine(1).with(&template.flags(&[])), engine(2)],
+        json!({}),
+    )
+    .await;
+    let is_reported = async || {
+        let shown = parity(&bed).await;
+        shown["workers"]["1"]["verdict"] == "differs"
+            && shown["workers"]["2"]["verdict"] == "agrees"
+    };
+    assert!(until(SOON, is_reported).await, "{:#}", parity(&bed).await);
+    assert_eq!(parity(&bed).await["mistrusted"], false);
+    let mut modes = std::collections::BTreeSet::new();
+    let mut topic = 0;
+    let both = until(SOON, async || {
+        topic += 1;
+        let answer = bed.ask(&text(&essay(topic))).await;
+        modes.insert((answer.engine(), answer.mode().to_owned()));
+        modes.len() >= 2
+    });
+    assert!(both.await, "{modes:?}");
+    assert_eq!(
+        modes,
+        [(1, "load_only".to_owned()), (2, "exact".to_owned())].into()
+    );
+    let reasons = bed
+        .metrics()
+        .await
+        .sum("degradations_total", &[("reason", "parity_mismatch")]);
+    assert!(reasons >= 1.0, "{reasons}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_detect_mismatch_within_hundred_requests() {
+    check_detection_by_events(true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_clear_mismatch_despite_lost_batches() {
+    check_detection_by_events(false).await;
+}
+
+/// Detection by events only, with replay or with a batch that is lost after the engine restarts.
+async fn check_detection_by_events(replay: bool) {
+    let template = TemplateFile::other();
+    let config = json!({"engines": {"parity_check": {"interval": "1s", "event_delay": "200ms"}}});
+    let flags = template.flags(&["--no-tokenize", "--no-render"]);
+    let mut bed = RoutingBed::start(
+        &[EngineSpec {
+            replay,
+            ..engine(1).with(&flags)
+        }],
+        config,
+    )
+    .await;
+    let mut requests = 0;
+    let found = until(SOON, async || {
+        requests += 1;
+        bed.ask(&chat(&essay(requests))).await.engine();
+        parity(&bed).await["mistrusted"] == true
+    });
+    assert!(found.await, "{:#}\n{}", parity(&bed).await, log(&bed));
+    assert!(requests <= 100, "{requests} requests");
+    let shown = parity(&bed).await;
+    assert_eq!(shown["workers"]["1"]["verdict"], "cannot_test", "{shown:#}");
+    let difference = &shown["workers"]["1"]["events"]["differs"];
+    assert_eq!(
+        (&difference["what"], &difference["block"]),
+        (&json!("events"), &json!(0)),
+        "{shown:#}"
+    );
+    let nothing = ["canary", "ours", "theirs", "our_text", "their_text"];
+    assert!(
+        nothing.iter().all(|key| difference[*key].is_null()),
+        "nothing of a user is shown: {shown:#}"
+    );
+    assert_eq!(bed.ask(&chat(&essay(500))).await.mode(), "load_only");
+    restart_with_own_template(&mut bed).await;
+    if !replay {
+        bed.misbehave(
+            1,
+            json!({"drop_events": {"batches": 1, "keep_for_replay": false}}),
+        )
+        .await;
+    }
+    let mut topic = 1000;
+    let healed = until(SOON, async || {
+        topic += 1;
+        bed.ask(&of_its_own(topic)).await;
+        parity(&bed).await["mistrusted"] == false
+    });
+    assert!(healed.await, "{:#}\n{}", parity(&bed).await, log(&bed));
+    assert_eq!(bed.ask(&of_its_own(topic)).await.mode(), "exact");
+}
+
+/// Chat without common blocks with others. The common first block may be among the lost ones.
+fn of_its_own(topic: usize) -> Value {
+    let mut body = chat("Go on.");
+    let question = body["messages"][0].take();
+    body["messages"] = json!([{"role": "system", "content": essay(topic)}, question]);
+    body
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mismatch_falls_back_to_remote_tokenizer() {
+    let template = TemplateFile::other();
+    let tokens = json!({"mode": "on_mismatch", "endpoint": "tokenize", "timeout": "20s", "hedge_delay": "20s"});
+    let config = json!({
+        "models": with_tokenizer(&json!({"remote_tokenizer": tokens})),
+        "engines": {"parity_check": {"timeout": "30s"}},
+    });
+    let bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
+    becomes(&bed, true).await;
+    exact_twice(&bed, 1).await;
+    // `/tokenize` ignores this field, so it is not called.
+    let mut cut = chat(&essay(2));
+    cut["truncate_prompt_tokens"] = json!(64);
+    assert_eq!(bed.ask(&cut).await.mode(), "load_only");
+}
+
+/// Sends a chat twice. The second time, the engine reports the predicted cached tokens.
+async fn exact_twice(bed: &RoutingBed, topic: usize) {
+    let question = chat(&essay(topic));
+    assert_eq!(bed.ask(&question).await.mode(), "exact", "{}", log(bed));
+    bed.settle().await;
+    let answer = bed.ask(&question).await;
+    assert_eq!(answer.mode(), "exact", "{answer:?}");
+    let cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap();
+    assert!(cached > 100, "{answer:?}");
+    assert_eq!(
+        answer.header("x-warmroute-predicted-cached-tokens"),
+        cached.to_string(),
+        "{answer:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn remote_tokenizer_alone_routes_exactly() {
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("token");
+    std::fs::write(&token, "letmein\n").unwrap();
+    let tokens = json!({"timeout": "20s", "hedge_delay": "20s", "token_file": token});
+    let bed = RoutingBed::start(
+        &[engine(1), engine(2)],
+        json!({"models": models(&json!({"remote_tokenizer": tokens}))}),
+    )
+    .await;
+    exact_twice(&bed, 1).await;
+    let prompt = text(&essay(2));
+    let first = bed.ask(&prompt).await;
+    bed.settle().await;
+    let second = bed.ask(&prompt).await;
+    assert_eq!(
+        (first.mode(), second.mode(), second.engine()),
+        ("exact", "exact", first.engine())
+    );
+    bed.shows("they are counted", |page| {
+        page.sum("remote_tokenizer_requests_total", &[("outcome", "ok")]) == 4.0
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dead_or_slow_render_servers_cause_no_error() {
+    // The first server accepts connections and never responds; the second address has no server.
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let silent_url = format!("http://{}", silent.local_addr().unwrap());
+    let held = tokio::spawn(async move {
+        let mut sockets = Vec::new();
+        while let Ok((socket, _)) = silent.accept().await {
+            sockets.push(socket);
+        }
+    });
+    let dead = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
+    let tokens = json!({
+        "urls": [silent_url, dead], "timeout": "200ms", "hedge_delay": "20ms",
+        "max_consecutive_failures": 1, "cooldown": "1h"});
+    for (ours, mode) in [(true, "exact"), (false, "load_only")] {
+        let more = json!({"remote_tokenizer": tokens});
+        let models = if ours {
+            with_tokenizer(&more)
+        } else {
+            models(&more)
+        };
+        let bed = RoutingBed::start(&[engine(1)], json!({"models": models})).await;
+        for topic in 0..3 {
+            let answer = bed.ask(&chat(&essay(topic))).await;
+            assert_eq!((answer.mode(), answer.engine()), (mode, 1), "{answer:?}");
+        }
+        // Both are in cooldown, so no request waits for them.
+        let started = Instant::now();
+        bed.shows("no engine is queried", |page| {
+            page.sum(
+                "remote_tokenizer_requests_total",
+                &[("outcome", "no_engine")],
+            ) >= 1.0
+        })
+        .await;
+        assert!(started.elapsed() < Duration::from_secs(30));
+        let reasons = bed.metrics().await.sum(
+            "degradations_total",
+            &[("reason", "remote_tokenizer_failed")],
+        );
+        assert_eq!(reasons, if ours { 0.0 } else { 3.0 });
+    }
+    held.abort();
+}

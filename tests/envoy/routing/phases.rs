@@ -1,0 +1,297 @@
+//! Prefill and decode on different workers.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::{EngineProcess, EngineSpec};
+
+use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, engine_for, essay, stream};
+
+const PREFILL: [u64; 2] = [11, 12];
+const DECODE: [u64; 2] = [21, 22];
+
+fn pools() -> Vec<EngineSpec> {
+    let prefill = PREFILL.map(|id| engine_for("prefill", id));
+    prefill
+        .into_iter()
+        .chain(DECODE.map(|id| engine_for("decode", id)))
+        .collect()
+}
+
+/// Prefill worker named in the headers of the decode request. `None`: no header names one.
+fn prefill_of(bed: &RoutingBed, answer: &RoutedAnswer) -> Option<u64> {
+    let worker = answer.engine();
+    assert!(
+        DECODE.contains(&worker),
+        "a prefill engine decodes: {answer:?}"
+    );
+    assert_eq!(
+        (answer.mode(), answer.chosen()),
+        ("exact", worker),
+        "{answer:?}"
+    );
+    assert_eq!(
+        answer.header("x-received-worker-instance-id"),
+        worker.to_string(),
+        "{answer:?}"
+    );
+    assert_eq!(answer.header("x-received-dp-rank"), "0", "{answer:?}");
+    let reported = [
+        "x-received-prefill-instance-id",
+        "x-received-prefill-dp-rank",
+        "x-received-prefiller-host-port",
+    ];
+    let Ok(prefill) = answer.header("x-prefill-instance-id").parse() else {
+        assert_eq!(
+            reported.map(|name| answer.header(name)),
+            [""; 3],
+            "{answer:?}"
+        );
+        return None;
+    };
+    let address = bed.engine(prefill).address.to_string();
+    assert_eq!(
+        reported.map(|name| answer.header(name)),
+        [&prefill.to_string(), "0", &address],
+        "{answer:?}"
+    );
+    assert!(PREFILL.contains(&prefill), "{answer:?}");
+    Some(prefill)
+}
+
+/// Writes only these workers to the workers file, and waits until they are the fleet.
+async fn list(bed: &RoutingBed, wanted: impl Fn(u64) -> bool) {
+    let entries: Vec<Value> = bed
+        .stack
+        .engines
+        .iter()
+        .filter(|engine| wanted(engine.spec.id))
+        .map(EngineProcess::worker_entry)
+        .collect();
+    bed.stack.write_worker_entries(&json!(entries)).unwrap();
+    bed.shows("the fleet follows", |page| {
+        page.sum("workers", &[]) == entries.len() as f64
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decode_request_names_both_workers() {
+    let bed = RoutingBed::start(&pools(), json!({})).await;
+    let mut prefills = BTreeSet::new();
+    let mut decodes = BTreeSet::new();
+    for topic in 0..30 {
+        let body = if topic % 2 == 0 {
+            chat(&essay(topic))
+        } else {
+            stream(&essay(topic), 4)
+        };
+        let answer = bed.ask(&body).await;
+        prefills.insert(prefill_of(&bed, &answer).expect("a prefill worker"));
+        decodes.insert(answer.engine());
+        bed.quiet().await;
+    }
+    assert_eq!((prefills, decodes), (PREFILL.into(), DECODE.into()));
+    // Without a condition, no prompt is too short or too warm for a remote prefill.
+    let again = bed.ask(&chat(&essay(0))).await;
+    assert!(prefill_of(&bed, &again).is_some(), "{again:?}");
+    assert_eq!(
+        bed.metrics()
+            .await
+            .sum("phase_plans_total", &[("plan", "remote_prefill")]),
+        31.0
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefill_is_booked_until_the_first_token() {
+    // Slow enough for a check during decode.
+    let specs = [
+        engine_for("prefill", 11),
+        EngineSpec::new(21).with(&["--step-us", "30000"]),
+    ];
+    let specs = specs.map(|spec| {
+        if spec.id == 21 {
+            spec.with_worker_fields(json!({"role": "decode"}))
+        } else {
+            spec
+        }
+    });
+    let bed = RoutingBed::start(&specs, json!({})).await;
+    bed.first_tokens(21, false).await;
+    let mut response = bed.post(&stream(&essay(1), 200)).send().await.unwrap();
+    let booked = async |id| {
+        let mut booked = Vec::new();
+        for of in ["active_prefill_tokens", "active_requests", "active_blocks"] {
+            booked.push(bed.load(id, of).await);
+        }
+        booked
+    };
+    let [prefill, decode] = [booked(11).await, booked(21).await];
+    assert!(
+        prefill[0] > 300 && prefill[1] == 1 && prefill[2] == 0,
+        "{prefill:?}"
+    );
+    assert!(
+        decode[0] == 0 && decode[1] == 1 && decode[2] > 15,
+        "{decode:?}"
+    );
+
+    bed.first_tokens(21, true).await;
+    response.chunk().await.unwrap().unwrap();
+    bed.wait_load(11, "active_prefill_tokens", |tokens| tokens == 0)
+        .await;
+    assert_eq!(
+        booked(11).await,
+        [0, 0, 0],
+        "the prefill worker has done its part"
+    );
+    assert_eq!(booked(21).await, decode, "the decode goes on");
+    drop(response);
+    bed.quiet().await;
+}
+
+/// Continuous requests of several clients until `end`. Every one must succeed.
+struct ClientTraffic {
+    stop: Arc<AtomicBool>,
+    clients: Vec<tokio::task::JoinHandle<usize>>,
+}
+
+impl ClientTraffic {
+    fn start(bed: &RoutingBed) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let client = |name: usize| {
+            let stop = stop.clone();
+            let http = bed.http.clone();
+            let url = bed.stack.url("/v1/chat/completions");
+            tokio::spawn(async move {
+                let mut answered = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    let request = http
+                        .post(&url)
+                        .json(&chat(&format!("client {name}, turn {answered}")));
+                    let answer = RoutedAnswer::of(request).await;
+                    assert!(DECODE.contains(&answer.engine()), "{answer:?}");
+                    answered += 1;
+                }
+                answered
+            })
+        };
+        Self {
+            clients: (0..3).map(client).collect(),
+            stop,
+        }
+    }
+
+    async fn end(self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for client in self.clients {
+            assert!(client.await.unwrap() > 0);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn missing_prefill_workers_fall_back_to_aggregated() {
+    let bed = RoutingBed::start(&pools(), json!({})).await;
+    let traffic = ClientTraffic::start(&bed);
+    for round in 0..2 {
+        let answer = bed.ask(&chat(&essay(10 * round))).await;
+        assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
+        list(&bed, |id| DECODE.contains(&id)).await;
+        let answer = bed.ask(&chat(&essay(10 * round + 1))).await;
+        assert_eq!(prefill_of(&bed, &answer), None, "{answer:?}");
+        list(&bed, |_| true).await;
+    }
+    let answer = bed.ask(&chat(&essay(30))).await;
+    assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
+    // One prefill worker is enough.
+    list(&bed, |id| id != 11).await;
+    let answer = bed.ask(&chat(&essay(31))).await;
+    assert_eq!(prefill_of(&bed, &answer), Some(12), "{answer:?}");
+    traffic.end().await;
+    bed.quiet().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn enforced_remote_prefill_rejects_without_workers() {
+    let bed = RoutingBed::start(
+        &pools(),
+        json!({"routing": {"disaggregation": {"enforce": true}}}),
+    )
+    .await;
+    for round in 0..2 {
+        let answer = bed.ask(&chat(&essay(10 * round))).await;
+        assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
+        list(&bed, |id| DECODE.contains(&id)).await;
+        for body in [chat(&essay(1)), stream(&essay(2), 4)] {
+            let refused = bed.ask(&body).await;
+            let (code, message) = refused.error(503);
+            assert_eq!(code, "no_prefill_worker");
+            assert!(message.contains("prefill"), "{message}");
+            assert_eq!(refused.retry_after(), 1);
+            assert_eq!(
+                refused.header("x-engine-id"),
+                "",
+                "no engine was asked: {refused:?}"
+            );
+        }
+        bed.quiet().await;
+        list(&bed, |_| true).await;
+    }
+    let answer = bed.ask(&chat(&essay(30))).await;
+    assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum("degradations_total", &[("reason", "no_prefill")]),
+        4.0,
+        "{}",
+        page.text()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn short_or_cached_prompt_stays_on_decode_worker() {
+    let rule = json!({"policy": "isl_bounding", "uncached_tokens": 200, "uncached_share": 0.7});
+    let bed = RoutingBed::start(
+        &pools(),
+        json!({"routing": {"disaggregation": {"conditional": rule}}}),
+    )
+    .await;
+    let ask = async |question: &str| {
+        bed.settle().await;
+        let answer = bed.ask(&chat(question)).await;
+        (prefill_of(&bed, &answer).is_some(), answer.engine())
+    };
+    let (remote, decoder) = ask(&essay(1)).await;
+    assert!(remote, "long and cold");
+    assert_eq!(
+        ask(&essay(1)).await,
+        (false, decoder),
+        "all of it is cached"
+    );
+    assert_eq!(
+        ask(&format!("{} And now?", essay(1))).await,
+        (false, decoder),
+        "most of it is cached"
+    );
+    assert!(ask(&essay(2)).await.0, "another one that is long and cold");
+    // Both decode workers have the start of the chat template cached, more than a third of this
+    // prompt.
+    for id in DECODE {
+        bed.warm(id, &chat("What?")).await;
+    }
+    assert!(!ask("Well?").await.0, "short");
+    bed.quiet().await;
+    let page = bed.metrics().await;
+    for (phases, count) in [("remote_prefill", 2.0), ("short_prompt", 3.0)] {
+        assert_eq!(
+            page.sum("phase_plans_total", &[("plan", phases)]),
+            count,
+            "{phases}:\n{}",
+            page.text()
+        );
+    }
+}

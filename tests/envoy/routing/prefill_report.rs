@@ -1,0 +1,199 @@
+//! Cache reports of prefill workers. Audit and parity check judge the worker that computed the
+//! prompt.
+
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::EngineSpec;
+use warmroute_testbed::ports::until;
+
+use crate::routing::audit::sums;
+use crate::routing::bed::{RoutingBed, SOON, engine_for, essay, stream, text};
+use crate::routing::call::{NIXL, calling, start};
+use crate::routing::mirror;
+
+const PREFILL: u64 = 11;
+const DECODE: u64 = 21;
+
+fn pools() -> [EngineSpec; 2] {
+    [
+        engine_for("prefill", PREFILL).with(&NIXL),
+        engine_for("decode", DECODE).with(&NIXL),
+    ]
+}
+
+async fn bed() -> RoutingBed {
+    start(
+        &pools(),
+        calling(
+            json!({}),
+            json!({
+                "gateway": {"observe": "usage"},
+                "engines": {"parity_check": {"event_delay": "300ms"}},
+            }),
+        ),
+    )
+    .await
+}
+
+/// Checks that confirmed the tokens of a worker by its events.
+async fn confirmed(bed: &RoutingBed, worker: u64) -> u64 {
+    let parity: Value = bed.stack.debug_page("parity").await.unwrap();
+    parity[0]["workers"][worker.to_string()]["events"]["confirmed"]
+        .as_u64()
+        .unwrap_or(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn called_prefill_is_audited_by_its_response() {
+    let bed = bed().await;
+    let prompt = text(&essay(1));
+    let cold = bed.ask(&prompt).await;
+    assert_eq!(
+        (cold.engine(), cold.header("x-prefill-instance-id")),
+        (DECODE, "11")
+    );
+    let tokens = cold.json()["usage"]["prompt_tokens"].as_u64().unwrap();
+    let reusable = (tokens - 1) / 16 * 16;
+    bed.settle().await;
+    assert_eq!(
+        sums(&bed, 1).await["missed_tokens"]["not_cached"],
+        reusable,
+        "the cache of the prefill worker is cold"
+    );
+    bed.ask(&prompt).await.engine();
+    let warm = sums(&bed, 2).await;
+    assert_eq!(
+        (&warm["equal"], &warm["delivered_tokens"]),
+        (&json!(2), &json!(reusable)),
+        "{warm:#}"
+    );
+    assert_eq!(
+        (&warm["computed_by"], &warm["errors"]),
+        (&json!({"prefill": 2}), &json!({})),
+        "{warm:#}"
+    );
+    let page = bed.metrics().await;
+    for (role, expected) in [("prefill", reusable as f64), ("decode", 0.0)] {
+        for family in [
+            "predicted_cached_tokens_total",
+            "reported_cached_tokens_total",
+        ] {
+            assert_eq!(
+                page.sum(family, &[("role", role)]),
+                expected,
+                "{family} {role}"
+            );
+        }
+    }
+    let has_confirmed = until(SOON, async || confirmed(&bed, PREFILL).await > 0).await;
+    assert!(
+        has_confirmed,
+        "{:#}",
+        bed.stack.debug_page("parity").await.unwrap()
+    );
+    assert_eq!(confirmed(&bed, DECODE).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn evictions_of_prefill_worker_are_audited() {
+    let bed = bed().await;
+    let prompt = text(&essay(2));
+    bed.ask(&prompt).await.engine();
+    bed.settle().await;
+    // The engine evicts at once and publishes the event with its next step.
+    let reset = bed
+        .http
+        .post(bed.engine(PREFILL).url("/reset_prefix_cache"))
+        .send()
+        .await
+        .unwrap();
+    assert!(reset.status().is_success());
+    bed.ask(&prompt).await.engine();
+    let sums = sums(&bed, 2).await;
+    assert_eq!(
+        (&sums["errors"], &sums["less"]),
+        (&json!({"evicted": 1}), &json!(1)),
+        "{sums:#}"
+    );
+    assert_eq!(
+        sums["missed_tokens"]["evicted"], sums["captured_tokens"],
+        "{sums:#}"
+    );
+    assert_eq!(
+        bed.stack.debug_page("parity").await.unwrap()[0]["mistrusted"],
+        false
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decode_worker_is_not_judged_for_the_prefill() {
+    let folder = tempfile::tempdir().unwrap();
+    let template = folder.path().join("other.jinja");
+    std::fs::write(
+        &template,
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
+    )
+    .unwrap();
+    // Both engines use another template, and no canary detects it. Only the prefill worker computes
+    // the prompt.
+    let other = [
+        "--no-tokenize",
+        "--no-render",
+        "--chat-template",
+        template.to_str().unwrap(),
+    ];
+    let config = json!({
+        "gateway": {"observe": "usage"},
+        "engines": {"parity_check": {"event_delay": "300ms"}},
+    });
+    let bed = start(
+        &pools().map(|spec| spec.with(&other)),
+        calling(json!({}), config),
+    )
+    .await;
+    let mut topic = 0;
+    let found = until(SOON, async || {
+        topic += 1;
+        bed.ask(&crate::routing::bed::chat(&essay(topic)))
+            .await
+            .engine();
+        bed.stack.debug_page("parity").await.unwrap()[0]["mistrusted"] == true
+    });
+    let found = found.await;
+    let parity = bed.stack.debug_page("parity").await.unwrap();
+    assert!(found, "{parity:#}");
+    let events = |worker: u64| &parity[0]["workers"][worker.to_string()]["events"];
+    assert!(!events(PREFILL)["differs"].is_null(), "{parity:#}");
+    assert!(events(DECODE)["differs"].is_null(), "{parity:#}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
+    let bed = mirror::start_observed().await;
+    for topic in 0..4 {
+        bed.ask(&stream(&essay(topic), 4)).await.engine();
+    }
+    let sums = sums(&bed, 4).await;
+    assert_eq!(
+        (&sums["undecided"], &sums["answers"]),
+        (&json!(4), &json!(0)),
+        "{sums:#}"
+    );
+    assert_eq!(
+        (&sums["missed_tokens"], &sums["errors"]),
+        (&json!({}), &json!({})),
+        "{sums:#}"
+    );
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum("audit_responses_total", &[("outcome", "undecided")]),
+        4.0
+    );
+    // warmroute sends the copy of a request without a stream itself, and receives the report.
+    bed.ask(&text(&essay(5))).await.engine();
+    let sums = self::sums(&bed, 5).await;
+    assert_eq!(
+        (&sums["undecided"], &sums["computed_by"]),
+        (&json!(4), &json!({"prefill": 1})),
+        "{sums:#}"
+    );
+}

@@ -1,0 +1,332 @@
+//! Queued requests, as Envoy and its clients observe them.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, stream};
+
+/// Envoy's `message_timeout`, unless a reply extends it.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Configuration in which any prefill makes a worker busy.
+fn narrow(more: &Value) -> Value {
+    let mut queue = json!({"prefill_busy_threshold": 10});
+    queue
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    json!({"queue": queue})
+}
+
+/// One worker with a prefill that runs until `release`, behind the shipped Envoy configuration.
+async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
+    let bed = RoutingBed::behind(&[engine(1)], narrow(more), str::to_owned).await;
+    // The first response after the start may be slow.
+    let ready = async || bed.ask(&chat("are you there?")).await.mode() == "exact";
+    assert!(until(SOON, ready).await);
+    bed.quiet().await;
+    bed.first_tokens(1, false).await;
+    let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
+    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
+        .await;
+    (bed, holder)
+}
+
+/// Starts a request, and waits until it is queued.
+async fn waiting(bed: &RoutingBed, name: &str, queued: f64) -> JoinHandle<RoutedAnswer> {
+    let sending = bed.send_in_background(&chat(name));
+    bed.shows(&format!("{name} waits"), |page| {
+        page.sum("queue_requests", &[]) == queued
+    })
+    .await;
+    sending
+}
+
+/// Lets the busy worker continue. Its request completes.
+async fn release(bed: &RoutingBed, holder: JoinHandle<RoutedAnswer>) {
+    bed.first_tokens(1, true).await;
+    assert_eq!(holder.await.unwrap().engine(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queued_request_outlasts_envoy_message_timeout() {
+    let (bed, holder) = busy(&json!({})).await;
+    let waiters = [
+        waiting(&bed, "first", 1.0).await,
+        waiting(&bed, "second", 2.0).await,
+    ];
+    let page = bed.metrics().await;
+    assert!(
+        page.sum("queue_prompt_tokens", &[("class", "default")]) > 20.0,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        bed.load(1, "active_requests").await,
+        1,
+        "a queued request is not booked"
+    );
+    let since = Instant::now();
+    let patient = until(SOON, async || {
+        let page = bed.metrics().await;
+        assert_eq!(
+            page.sum("queue_requests", &[]),
+            2.0,
+            "a request was cancelled:\n{}",
+            page.text()
+        );
+        since.elapsed() > MESSAGE_TIMEOUT + MESSAGE_TIMEOUT / 2
+    });
+    assert!(patient.await);
+    release(&bed, holder).await;
+    for waiter in waiters {
+        let answer = waiter.await.unwrap();
+        assert_eq!(
+            (answer.engine(), answer.mode(), answer.chosen()),
+            (1, "exact", 1),
+            "{answer:?}"
+        );
+        assert_eq!(answer.header("x-received-envoy-attempt-count"), "1");
+    }
+    bed.quiet().await;
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum("queue_outcomes_total", &[("outcome", "admitted")]),
+        2.0,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("requests_total", &[("mode", "passthrough")]),
+        0.0,
+        "{}",
+        page.text()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn full_queue_rejects_with_retry_after() {
+    let class =
+        json!({"name": "all", "family": "f", "bucket": "any", "max_requests_per_worker": 2});
+    let (bed, holder) = busy(&json!({
+        "retry_after": "3s", "default_family": "f",
+        "uncached_buckets": [{"min_tokens": 0, "bucket": "any"}], "classes": [class],
+    }))
+    .await;
+    let waiters = [
+        waiting(&bed, "first", 1.0).await,
+        waiting(&bed, "second", 2.0).await,
+    ];
+    for body in [chat("too many"), stream("too many", 4)] {
+        let refused = bed.ask(&body).await;
+        let (code, message) = refused.error(429);
+        assert_eq!(
+            (code.as_str(), refused.retry_after()),
+            ("queue_full", 3),
+            "{message}"
+        );
+        assert!(
+            message.contains("`all`") && message.contains('2'),
+            "{message}"
+        );
+        assert_eq!(
+            refused.header("x-engine-id"),
+            "",
+            "no engine received the request: {refused:?}"
+        );
+    }
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum(
+            "queue_outcomes_total",
+            &[("class", "all"), ("outcome", "request_limit")]
+        ),
+        2.0,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("requests_total", &[("mode", "rejected")]),
+        2.0,
+        "{}",
+        page.text()
+    );
+    release(&bed, holder).await;
+    for waiter in waiters {
+        assert_eq!(waiter.await.unwrap().engine(), 1);
+    }
+    bed.quiet().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cancelled_queued_request_leaves_nothing_behind() {
+    let (bed, holder) = busy(&json!({})).await;
+    let leaves = waiting(&bed, "leaves", 1.0).await;
+    let stays = waiting(&bed, "stays", 2.0).await;
+    leaves.abort();
+    bed.shows("the client has disconnected", |page| {
+        page.sum("queue_requests", &[]) == 1.0
+            && page.sum("queue_outcomes_total", &[("outcome", "cancelled")]) == 1.0
+            && page.sum("open_exchanges", &[]) == 2.0
+    })
+    .await;
+    assert_eq!(bed.load(1, "active_requests").await, 1);
+    release(&bed, holder).await;
+    assert_eq!(stays.await.unwrap().engine(), 1);
+    bed.quiet().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queue_timeout_rejects_with_retry_after() {
+    let (bed, holder) = busy(&json!({"timeout": "2s"})).await;
+    let sent_at = Instant::now();
+    let refused = waiting(&bed, "in vain", 1.0).await.await.unwrap();
+    assert!(
+        sent_at.elapsed() >= Duration::from_secs(2),
+        "{:?}",
+        sent_at.elapsed()
+    );
+    let (code, message) = refused.error(429);
+    assert_eq!(
+        (code.as_str(), refused.retry_after()),
+        ("queue_timeout", 1),
+        "{message}"
+    );
+    let page = bed.metrics().await;
+    assert_eq!(
+        page.sum("queue_outcomes_total", &[("outcome", "timeout")]),
+        1.0,
+        "{}",
+        page.text()
+    );
+    assert_eq!(
+        page.sum("degradations_total", &[("reason", "queue_timeout")]),
+        1.0,
+        "{}",
+        page.text()
+    );
+    release(&bed, holder).await;
+    bed.quiet().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queued_request_is_served_during_shutdown() {
+    let (bed, holder) = busy(&json!({})).await;
+    let waiter = waiting(&bed, "waits", 1.0).await;
+    let router = bed.stack.router().unwrap();
+    router.terminate();
+    let draining = async || {
+        let response = bed
+            .http
+            .get(bed.stack.admin_url("/readyz"))
+            .send()
+            .await
+            .unwrap();
+        response.text().await.unwrap().contains("draining")
+    };
+    assert!(until(SOON, draining).await);
+    assert!(!waiter.is_finished());
+    release(&bed, holder).await;
+    let answer = waiter.await.unwrap();
+    assert_eq!((answer.engine(), answer.mode()), (1, "exact"), "{answer:?}");
+    assert!(
+        until(SOON, async || !router.is_running()).await,
+        "{}",
+        router.log_tail()
+    );
+    assert!(router.wait_exit(Instant::now()).unwrap().success());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queued_request_falls_back_to_envoy_after_crash() {
+    let (mut bed, holder) = busy(&json!({})).await;
+    let waiters = [
+        waiting(&bed, "first", 1.0).await,
+        waiting(&bed, "second", 2.0).await,
+    ];
+    bed.stack.kill9_router();
+    release(&bed, holder).await;
+    for waiter in waiters {
+        let answer = waiter.await.unwrap();
+        assert_eq!((answer.engine(), answer.mode()), (1, ""), "{answer:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rejected_overload_has_retry_after() {
+    let more = json!({
+        "routing": {"overload": {"prefill_tokens_threshold": 10, "when_all": "reject"}},
+    });
+    let bed = RoutingBed::start(&[engine(1)], more).await;
+    bed.first_tokens(1, false).await;
+    let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
+    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
+        .await;
+    let refused = bed.ask(&chat("another")).await;
+    let (code, message) = refused.error(429);
+    assert_eq!(
+        (code.as_str(), refused.retry_after()),
+        ("overloaded", 1),
+        "{message}"
+    );
+    release(&bed, holder).await;
+    bed.quiet().await;
+    assert_eq!(bed.ask(&chat("another")).await.engine(), 1);
+}
+
+/// Configuration of gateways that support only this mode.
+fn full_duplex(shipped: &str) -> String {
+    let modes = "request_body_mode: BUFFERED # the worker is chosen by the whole prompt\n                \
+                 request_trailer_mode: SKIP";
+    assert_eq!(shipped.matches(modes).count(), 1);
+    let full =
+        "request_body_mode: FULL_DUPLEX_STREAMED\n                request_trailer_mode: SEND";
+    shipped.replace(modes, full)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn full_duplex_requests_are_queued_and_rejected() {
+    let class =
+        json!({"name": "all", "family": "f", "bucket": "any", "max_requests_per_worker": 1});
+    let mut config = narrow(&json!({
+        "default_family": "f", "uncached_buckets": [{"min_tokens": 0, "bucket": "any"}], "classes": [class],
+    }));
+    config["requests"]["clients"] = json!({"trusted": true});
+    let bed = RoutingBed::behind(&[engine(1)], config, full_duplex).await;
+    bed.first_tokens(1, false).await;
+    let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
+    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
+        .await;
+    let waiter = waiting(&bed, "waits", 1.0).await;
+    let long = "This one is long enough for many pieces. ".repeat(20_000);
+    for question in ["short", &long] {
+        let refused = bed.ask(&chat(question)).await;
+        assert_eq!(refused.error(429).0, "queue_full");
+        assert_eq!(refused.retry_after(), 1);
+        let mut query = chat(question);
+        query["nvext"] = json!({"annotations": ["query_instance_id:"]});
+        let choice = bed.ask(&query).await;
+        assert_eq!(
+            choice.json()["nvext"]["worker_id"]["decode_worker_id"],
+            1,
+            "{choice:?}"
+        );
+    }
+    let since = Instant::now();
+    let patient = until(SOON, async || {
+        assert!(
+            !waiter.is_finished(),
+            "{:?} gave up",
+            bed.metrics().await.text()
+        );
+        since.elapsed() > MESSAGE_TIMEOUT + MESSAGE_TIMEOUT / 2
+    });
+    assert!(patient.await);
+    release(&bed, holder).await;
+    let answer = waiter.await.unwrap();
+    assert_eq!((answer.engine(), answer.mode()), (1, "exact"), "{answer:?}");
+    bed.quiet().await;
+}

@@ -1,0 +1,377 @@
+//! Engines with unusual events: another block size, lost batches, silence, a crash. Also the
+//! discovery of settings that are not configured.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::{EngineSpec, MODEL};
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, essay};
+use crate::support::model_file;
+
+/// Deployment whose model is configured with this block size.
+async fn bed_with_blocks(of: u32, specs: &[EngineSpec]) -> RoutingBed {
+    let models = json!([{
+        "name": MODEL,
+        "tokenizer": model_file("tokenizer.json.gz"),
+        "tokenizer_config": model_file("tokenizer_config.json"),
+        "block_size": of,
+    }]);
+    RoutingBed::start(specs, json!({"models": models})).await
+}
+
+fn without_replay(id: u64) -> EngineSpec {
+    EngineSpec {
+        replay: false,
+        ..engine(id)
+    }
+}
+
+/// Event source of a worker in `/debug/fleet`.
+async fn source(bed: &RoutingBed, id: u64) -> Value {
+    member(bed, id).await["source"].clone()
+}
+
+async fn member(bed: &RoutingBed, id: u64) -> Value {
+    let fleet = bed.stack.debug_page("fleet").await.unwrap();
+    let members = fleet["members"].as_array().unwrap();
+    members
+        .iter()
+        .find(|member| member["rank"]["worker"] == json!(id.to_string()))
+        .cloned()
+        .unwrap_or_default()
+}
+
+async fn assert_status(bed: &RoutingBed, id: u64, trust: &str, because: Value) {
+    let so = async || {
+        let source = source(bed, id).await;
+        source["freshness"] == trust && source["reason"] == because
+    };
+    assert!(
+        until(SOON, so).await,
+        "{trust} because {because}, but {}",
+        source(bed, id).await
+    );
+    let state = [("worker_id", &id.to_string()[..]), ("freshness", trust)];
+    assert_eq!(
+        bed.metrics().await.sum("kv_event_source_freshness", &state),
+        1.0
+    );
+}
+
+/// Waits until the events of a response have arrived.
+async fn wait_for_batch(bed: &RoutingBed, id: u64, before: &Value) {
+    let more = async || source(bed, id).await["batches"] != before["batches"];
+    assert!(until(SOON, more).await, "no batch after {before}");
+}
+
+fn cached(answer: &RoutedAnswer) -> u64 {
+    answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap_or(0)
+}
+
+fn predicted(answer: &RoutedAnswer) -> u64 {
+    let header = answer.header("x-warmroute-predicted-cached-tokens");
+    header
+        .parse()
+        .unwrap_or_else(|_| panic!("nothing is predicted: {answer:?}"))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_of_another_size_are_converted() {
+    for of in [8, 32] {
+        let bed = bed_with_blocks(of, &[engine(1), engine(2)]).await;
+        for topic in 1..4 {
+            let question = chat(&essay(topic));
+            let first = bed.ask(&question).await;
+            let warm = first.engine();
+            let tokens = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
+            // The index has everything that the engine can reuse, up to a boundary of the larger
+            // blocks.
+            let least = (tokens - 1) / 32 * 32;
+            let known = async || {
+                let query = bed.ask(&question).await;
+                query.engine() == warm && predicted(&query) >= least
+            };
+            assert!(
+                until(SOON, known).await,
+                "blocks of {of}: {:?}",
+                bed.ask(&question).await
+            );
+            let again = bed.ask(&question).await;
+            assert_eq!(
+                (again.mode(), again.engine()),
+                ("exact", warm),
+                "blocks of {of}: {again:?}"
+            );
+            let predicted = predicted(&again);
+            let cached = cached(&again);
+            assert!(
+                predicted <= cached && cached < predicted + 32,
+                "blocks of {of}: {predicted} of {cached}"
+            );
+            assert!(
+                of != 8 || predicted == cached,
+                "smaller blocks lose nothing: {predicted} of {cached}"
+            );
+            assert_eq!(source(&bed, warm).await["engine_block_size"], json!(16));
+        }
+        bed.shows("the mismatch is reported", |page| {
+            page.sum("engine_setting_mismatches", &[("setting", "block_size")]) == 2.0
+        })
+        .await;
+        let mismatch =
+            json!({"setting": "block_size", "configured": of.to_string(), "engine": "16"});
+        let found = member(&bed, 1).await;
+        assert_eq!(found["mismatches"], json!([mismatch]));
+        let capacity = 8192 * 16 / u64::from(of);
+        assert_eq!(
+            found["worker"]["capacity"]["total_kv_blocks"],
+            json!(capacity),
+            "in blocks of {of}: {found}"
+        );
+        assert_eq!(
+            bed.metrics().await.sum(
+                "kv_events_total",
+                &[("outcome", "filtered_block_size_mismatch")]
+            ),
+            0.0
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn incompatible_block_size_routes_load_only() {
+    let bed = bed_with_blocks(24, &[engine(1)]).await;
+    let question = chat(&essay(1));
+    bed.ask(&question).await;
+    assert_status(&bed, 1, "absent", json!("block_size_mismatch")).await;
+    assert_eq!(source(&bed, 1).await["engine_block_size"], json!(16));
+    let answer = bed.ask(&question).await;
+    assert_eq!(
+        (answer.mode(), answer.engine()),
+        ("load_only", 1),
+        "{answer:?}"
+    );
+    bed.shows("why", |page| {
+        page.sum("degradations_total", &[("reason", "block_size_mismatch")]) >= 1.0
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_batches_reduce_credit_until_engine_restart() {
+    let mut bed = RoutingBed::start(
+        &[without_replay(1)],
+        json!({"index": {"freshness": {"stale_credit": 0.25}}}),
+    )
+    .await;
+    let question = chat(&essay(1));
+    let before = source(&bed, 1).await;
+    bed.ask(&question).await;
+    wait_for_batch(&bed, 1, &before).await;
+    assert_status(&bed, 1, "exact", Value::Null).await;
+    let full = explained(&bed, &question).await;
+    assert_eq!(full["cost"]["freshness_credit"], json!(1.0), "{full}");
+    assert!(full["overlap"]["device"].as_u64().unwrap() > 10, "{full}");
+
+    bed.misbehave(1, json!({"drop_events": {"batches": 1}}))
+        .await;
+    bed.ask(&chat(&essay(2))).await;
+    let before = source(&bed, 1).await;
+    bed.ask(&chat(&essay(3))).await;
+    wait_for_batch(&bed, 1, &before).await;
+    assert_status(&bed, 1, "stale", json!("lost_batches")).await;
+    let facts = source(&bed, 1).await;
+    assert_eq!(
+        (&facts["lost_batches"], &facts["gaps"]),
+        (&json!(1), &json!(1)),
+        "{facts}"
+    );
+    assert!(facts["stale_blocks"].as_u64().unwrap() > 10, "{facts}");
+    let less = explained(&bed, &question).await;
+    assert_eq!(
+        (
+            &less["cost"]["freshness_credit"],
+            &less["source"]["freshness"]
+        ),
+        (&json!(0.25), &json!("stale")),
+        "{less}"
+    );
+    let credit = |judged: &Value| judged["cost"]["device_credit"].as_f64().unwrap();
+    assert_eq!(credit(&less), credit(&full) / 4.0);
+    assert_eq!(
+        bed.ask(&question).await.mode(),
+        "exact",
+        "it is still compared"
+    );
+
+    bed.kill(1);
+    assert_status(&bed, 1, "stale", json!("detached")).await;
+    bed.restart(1).await;
+    // Connected again, and the events in between are lost.
+    assert_status(&bed, 1, "stale", json!("lost_batches")).await;
+    let mut topic = 10;
+    let restarted = async || {
+        // Each prompt is new, because the engine publishes no events for cached blocks.
+        topic += 1;
+        bed.ask(&chat(&essay(topic))).await;
+        source(&bed, 1).await["freshness"] == "exact"
+    };
+    assert!(until(SOON, restarted).await, "{}", source(&bed, 1).await);
+    assert_eq!(source(&bed, 1).await["restarts"], json!(1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reload_changes_handling_of_lost_events() {
+    let bed = RoutingBed::start(&[without_replay(1)], json!({})).await;
+    let before = source(&bed, 1).await;
+    bed.ask(&chat(&essay(1))).await;
+    wait_for_batch(&bed, 1, &before).await;
+    bed.settle().await;
+    let file = bed.stack.run_dir.join("warmroute.yaml");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    config["index"]["freshness"] = json!({"on_lost_events": "clear"});
+    std::fs::write(&file, config.to_string()).unwrap();
+    let applied = async || {
+        bed.stack.debug_page("config").await.unwrap()["config"]["index"]["freshness"]["on_lost_events"]
+            == "clear"
+    };
+    assert!(until(SOON, applied).await);
+    bed.misbehave(1, json!({"drop_events": {"batches": 1}}))
+        .await;
+    bed.ask(&chat(&essay(2))).await;
+    let before = source(&bed, 1).await;
+    bed.ask(&chat(&essay(3))).await;
+    wait_for_batch(&bed, 1, &before).await;
+    let lost = async || source(&bed, 1).await["lost_batches"] == json!(1);
+    assert!(until(SOON, lost).await, "{}", source(&bed, 1).await);
+    assert_eq!(
+        source(&bed, 1).await["stale_blocks"],
+        json!(0),
+        "they are removed"
+    );
+}
+
+/// Explanation of the only worker.
+async fn explained(bed: &RoutingBed, question: &Value) -> Value {
+    let page = bed.stack.admin_url("/debug/explain");
+    let response = bed
+        .http
+        .post(page)
+        .json(&json!({"body": question}))
+        .send()
+        .await
+        .unwrap();
+    assert!(
+        response.status().is_success(),
+        "{}",
+        response.text().await.unwrap()
+    );
+    let explanation: Value = response.json().await.unwrap();
+    explanation["phases"][0]["workers"][0].clone()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn silent_source_is_detected_by_responses() {
+    let silence = json!({
+        "index": {"freshness": {"stale_after": {"requests": 3, "duration": "1s"}}},
+    });
+    let bed = RoutingBed::start(&[without_replay(1)], silence).await;
+    let before = source(&bed, 1).await;
+    bed.ask(&chat(&essay(0))).await;
+    wait_for_batch(&bed, 1, &before).await;
+    bed.misbehave(1, json!({"drop_events": {"batches": 1_000_000}}))
+        .await;
+    for topic in 1..=5 {
+        bed.ask(&chat(&essay(topic))).await;
+    }
+    assert_status(&bed, 1, "stale", json!("silent")).await;
+    bed.misbehave(1, json!({"drop_events": {"batches": 0}}))
+        .await;
+    // A silent source is reconnected, and batches in between are lost. Several requests may be
+    // needed.
+    let mut topic = 5;
+    let received = async || {
+        topic += 1;
+        bed.ask(&chat(&essay(topic))).await;
+        source(&bed, 1).await["reason"] == "lost_batches"
+    };
+    assert!(until(SOON, received).await, "{}", source(&bed, 1).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_reused_after_loss_are_confirmed() {
+    let bed = RoutingBed::start(
+        &[without_replay(1)],
+        json!({"gateway": {"observe": "usage"}}),
+    )
+    .await;
+    let question = chat(&essay(1));
+    let before = source(&bed, 1).await;
+    bed.ask(&question).await;
+    wait_for_batch(&bed, 1, &before).await;
+    let full = explained(&bed, &question).await;
+    bed.misbehave(1, json!({"drop_events": {"batches": 1}}))
+        .await;
+    bed.ask(&chat(&essay(2))).await;
+    bed.ask(&chat(&essay(3))).await;
+    assert_status(&bed, 1, "stale", json!("lost_batches")).await;
+    let batches = source(&bed, 1).await["batches"].clone();
+    // The whole prompt is cached, so the engine publishes no event.
+    let again = bed.ask(&question).await;
+    assert_eq!(predicted(&again), cached(&again), "{again:?}");
+    assert_status(&bed, 1, "incomplete", json!("unreported_blocks")).await;
+    assert_eq!(source(&bed, 1).await["batches"], batches);
+    let judged = explained(&bed, &question).await;
+    assert_eq!(
+        (&judged["cost"]["freshness_credit"], &judged["overlap"]),
+        (&json!(1.0), &full["overlap"]),
+        "{judged}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unconfigured_settings_are_discovered_from_engine() {
+    let described = engine(1).with_worker_fields(json!({"total_kv_blocks": 77}));
+    let bed = RoutingBed::start(
+        &[
+            described,
+            engine(2).with_worker_fields(json!({"kv_events": null})),
+        ],
+        json!({}),
+    )
+    .await;
+    assert_status(&bed, 2, "exact", Value::Null).await;
+    let found = member(&bed, 2).await;
+    assert_eq!(
+        found["worker"]["capacity"]["total_kv_blocks"],
+        json!(8192),
+        "{found}"
+    );
+    assert_eq!(
+        (&found["learned"]["block_size"], &found["mismatches"]),
+        (&json!(16), &json!([])),
+        "{found}"
+    );
+    assert!(
+        found["worker"]["event_sources"][0]["replay"].is_string(),
+        "{found}"
+    );
+    let reported = async || !member(&bed, 1).await["mismatches"].is_null();
+    assert!(until(SOON, reported).await);
+    let mismatch = json!([{"setting": "total_kv_blocks", "configured": "77", "engine": "8192"}]);
+    let found = member(&bed, 1).await;
+    assert_eq!(
+        (
+            &found["mismatches"],
+            &found["worker"]["capacity"]["total_kv_blocks"]
+        ),
+        (&mismatch, &json!(77))
+    );
+    tokio::time::timeout(Duration::from_secs(60), bed.ask(&chat(&essay(1))))
+        .await
+        .unwrap();
+}

@@ -1,0 +1,310 @@
+//! Playback of the captured scenario p01 over sockets. Two scripted listeners replace the engines
+//! and send the captured responses. The requests that reach them through Envoy and warmroute are
+//! compared with the captured requests.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::response::{IntoResponse as _, Response};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use tokio::sync::Barrier;
+use tokio::task::JoinHandle;
+use warmroute_testbed::deployment::LocalDeployment;
+
+use crate::routing::bed::{RoutedAnswer, patient};
+use crate::support::deployment::programs;
+use crate::support::model_file;
+
+const P01: &str = include_str!("../../data/prefill/p01-nixl-pd.json");
+const CHAT: &str = "/v1/chat/completions";
+
+/// Request that a listener received.
+#[derive(Clone, Debug)]
+struct ReceivedRequest {
+    headers: HeaderMap,
+    body: String,
+}
+
+/// Captured request and response.
+#[derive(Clone, Debug)]
+struct WireStep {
+    name: String,
+    request: Value,
+    response: String,
+}
+
+/// Listener that replaces an engine and returns captured responses by the names of the requests.
+struct ScriptedEngine {
+    address: SocketAddr,
+    received: Arc<Mutex<Vec<ReceivedRequest>>>,
+    task: JoinHandle<()>,
+}
+
+#[derive(Clone)]
+struct WireScript {
+    steps: Arc<[WireStep]>,
+    received: Arc<Mutex<Vec<ReceivedRequest>>>,
+    /// Number of requests that must arrive before the first response. The first one is answered
+    /// last.
+    together: Option<Arc<Barrier>>,
+}
+
+impl ScriptedEngine {
+    async fn start(steps: Vec<WireStep>, together: Option<usize>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let received = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
+        let together = together.map(|count| Arc::new(Barrier::new(count)));
+        let script = WireScript {
+            steps: steps.into(),
+            received: received.clone(),
+            together,
+        };
+        let router = Router::new().fallback(answer).with_state(script);
+        let task = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+        Self {
+            address,
+            received,
+            task,
+        }
+    }
+
+    /// Requests received since the last call, in the order of their names.
+    fn take(&self) -> Vec<ReceivedRequest> {
+        let mut received = std::mem::take(&mut *self.received.lock());
+        received.sort_by_key(|received| {
+            received.headers["x-request-id"]
+                .to_str()
+                .unwrap()
+                .to_owned()
+        });
+        received
+    }
+}
+
+impl Drop for ScriptedEngine {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn answer(
+    State(script): State<WireScript>,
+    uri: Uri,
+    headers: HeaderMap,
+    body: String,
+) -> Response {
+    let name = headers
+        .get("x-request-id")
+        .map_or("", |name| name.to_str().unwrap())
+        .to_owned();
+    let at = script
+        .steps
+        .iter()
+        .position(|step| step.name == name && uri.path() == CHAT);
+    let Some(at) = at else {
+        return StatusCode::NOT_FOUND.into_response();
+    };
+    script
+        .received
+        .lock()
+        .push(ReceivedRequest { headers, body });
+    if let Some(together) = &script.together {
+        together.wait().await;
+        let later = script.steps.len() - at - 1;
+        tokio::time::sleep(Duration::from_millis(30 * later as u64)).await;
+    }
+    (
+        [(header::CONTENT_TYPE, "application/json")],
+        script.steps[at].response.clone(),
+    )
+        .into_response()
+}
+
+/// Captured steps of an engine.
+fn steps(at: [usize; 2]) -> Vec<WireStep> {
+    let captured: Value = serde_json::from_str(P01).unwrap();
+    let step = |at: usize| {
+        let step = &captured["log"][at];
+        let name = step["headers"]["X-Request-Id"].as_str().unwrap().to_owned();
+        WireStep {
+            name,
+            request: step["request"].clone(),
+            response: step["response"].to_string(),
+        }
+    };
+    at.map(step).into()
+}
+
+/// Fields that no engine knows, as a client may send them.
+const UNKNOWN: &str =
+    r#""some_engines_own": {"big":18446744073709551615, "f": 1.50, "nothing":null}"#;
+
+fn unknown() -> Value {
+    serde_json::from_str(&format!("{{{UNKNOWN}}}")).unwrap()
+}
+
+fn with(body: &Value, more: &Value) -> Value {
+    let mut body = body.clone();
+    body.as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    body
+}
+
+/// Captured request of the client: the request to the decode worker without KV transfer parameters,
+/// and with unknown fields.
+fn of_client(decode: &WireStep) -> String {
+    let mut body = decode.request.clone();
+    body.as_object_mut()
+        .unwrap()
+        .remove("kv_transfer_params")
+        .unwrap();
+    let text = body.to_string();
+    format!("{},{UNKNOWN}}}", text.strip_suffix('}').unwrap())
+}
+
+struct WireLog {
+    stack: LocalDeployment,
+    http: reqwest::Client,
+    prefill: ScriptedEngine,
+    decode: ScriptedEngine,
+    _dir: TempDir,
+}
+
+impl WireLog {
+    async fn start(together: Option<usize>) -> Self {
+        let prefill = ScriptedEngine::start(steps([0, 3]), together).await;
+        let decode = ScriptedEngine::start(steps([1, 4]), None).await;
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-wire-")
+            .tempdir()
+            .unwrap();
+        let mut stack = LocalDeployment::start_engines(&programs(), &[], dir.path())
+            .await
+            .unwrap();
+        let entry = |id: u64, role: &str, at: &ScriptedEngine| json!({"id": id, "role": role, "endpoint": at.address});
+        stack
+            .write_worker_entries(&json!([
+                entry(1, "prefill", &prefill),
+                entry(2, "decode", &decode)
+            ]))
+            .unwrap();
+        let config = json!({
+            "gateway": {"response_headers": {"worker": true}},
+            "models": [
+                {
+                    "name": "tiny-qwen",
+                    "tokenizer": model_file("tokenizer.json.gz"),
+                    "tokenizer_config": model_file("tokenizer_config.json"),
+                    "block_size": 32,
+                    "prefill": {"mode": "call"},
+                },
+            ],
+        });
+        stack.start_router(&config).await.unwrap();
+        let shipped = stack
+            .envoy_setup()
+            .shipped_config("disaggregated-call", &[])
+            .unwrap();
+        stack.start_envoy(&patient(&shipped)).await.unwrap();
+        Self {
+            stack,
+            http: warmroute_runtime::tls::http_client_builder()
+                .build()
+                .unwrap(),
+            prefill,
+            decode,
+            _dir: dir,
+        }
+    }
+
+    async fn ask(&self, name: &str, body: String) -> RoutedAnswer {
+        let request = self
+            .http
+            .post(self.stack.url(CHAT))
+            .header("content-type", "application/json");
+        RoutedAnswer::of(request.header("x-request-id", name).body(body)).await
+    }
+}
+
+/// Asserts that both engines received the captured requests, field by field, and the additional
+/// fields of the client.
+fn compare(received: (&ReceivedRequest, &ReceivedRequest), captured: (&WireStep, &WireStep)) {
+    let read = |received: &ReceivedRequest| serde_json::from_str::<Value>(&received.body).unwrap();
+    // In the capture, only the decode request has `return_token_ids`.
+    let mut to_prefill = with(&captured.0.request, &unknown());
+    to_prefill["return_token_ids"] = captured.1.request["return_token_ids"].clone();
+    assert_eq!(read(received.0), to_prefill);
+    assert_eq!(read(received.1), with(&captured.1.request, &unknown()));
+    for (received, captured) in [(received.0, captured.0), (received.1, captured.1)] {
+        assert!(
+            received.body.contains(UNKNOWN),
+            "byte for byte as the client wrote it: {}",
+            received.body
+        );
+        assert_eq!(received.headers["x-request-id"], captured.name);
+        assert_eq!(
+            received.headers["content-length"],
+            received.body.len().to_string()
+        );
+    }
+    let answer: Value = serde_json::from_str(&captured.0.response).unwrap();
+    let handed_over = answer["kv_transfer_params"].to_string();
+    assert!(
+        received.1.body.contains(&handed_over),
+        "byte for byte as the engine wrote it: {}",
+        received.1.body
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn both_engines_receive_the_captured_requests() {
+    let wire = WireLog::start(None).await;
+    for (to_prefill, to_decode) in steps([0, 3]).iter().zip(&steps([1, 4])) {
+        let answer = wire.ask(&to_decode.name, of_client(to_decode)).await;
+        assert_eq!(
+            (answer.status.as_u16(), &answer.text),
+            (200, &to_decode.response)
+        );
+        assert_eq!(
+            (answer.chosen(), answer.header("x-prefill-instance-id")),
+            (2, "1")
+        );
+        let prefill = wire.prefill.take();
+        let decode = wire.decode.take();
+        assert_eq!((prefill.len(), decode.len()), (1, 1), "each of them once");
+        compare((&prefill[0], &decode[0]), (to_prefill, to_decode));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn concurrent_requests_receive_their_own_handoff() {
+    let wire = WireLog::start(Some(2)).await;
+    let to_prefill = steps([0, 3]);
+    let to_decode = steps([1, 4]);
+    for _ in 0..10 {
+        let ask = |at: usize| wire.ask(&to_decode[at].name, of_client(&to_decode[at]));
+        let (first, second) = tokio::join!(ask(0), ask(1));
+        assert_eq!(
+            [&first.text, &second.text],
+            [&to_decode[0].response, &to_decode[1].response]
+        );
+        let prefill = wire.prefill.take();
+        let decode = wire.decode.take();
+        assert_eq!((prefill.len(), decode.len()), (2, 2));
+        for at in 0..2 {
+            compare(
+                (&prefill[at], &decode[at]),
+                (&to_prefill[at], &to_decode[at]),
+            );
+        }
+    }
+}

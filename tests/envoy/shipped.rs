@@ -1,0 +1,7 @@
+//! Each shipped Envoy configuration with a real Envoy, the real warmroute, and workers that identify
+//! themselves: exact routing, and the documented behavior on failures.
+
+pub(crate) mod bursts;
+mod configurations;
+mod probe;
+mod xds;

@@ -1,0 +1,171 @@
+//! A backend with known responses: the requested number of events, either at full speed or one per
+//! permit of the test.
+
+use std::convert::Infallible;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+
+/// Request header with the number of events.
+pub(crate) const EVENTS: &str = "x-events";
+/// Request header with the size of a unary response in bytes.
+pub(crate) const BYTES: &str = "x-bytes";
+/// Request header for events that each need a permit.
+pub(crate) const PACED: &str = "x-paced";
+
+/// It stops on drop.
+pub(crate) struct BurstEngine {
+    id: u64,
+    pub(crate) address: SocketAddr,
+    /// Permits for events of paced responses.
+    pub(crate) go: Arc<Semaphore>,
+    /// Number of responses with a connected client.
+    pub(crate) open: Arc<AtomicUsize>,
+    task: AbortHandle,
+}
+
+impl BurstEngine {
+    pub(crate) async fn start(id: u64) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let go = Arc::new(Semaphore::new(0));
+        let open = Arc::default();
+        let gate = Arc::clone(&go);
+        let count = Arc::clone(&open);
+        let app = Router::new().fallback(async move |request: Request| {
+            let (head, body) = request.into_parts();
+            _ = axum::body::to_bytes(body, usize::MAX).await.unwrap();
+            let mut response = answer(&head.headers, &gate, &count);
+            response.headers_mut().insert("x-engine-id", id.into());
+            response
+        });
+        let task =
+            tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self {
+            id,
+            address,
+            go,
+            open,
+            task,
+        }
+    }
+
+    /// Removes all unused permits.
+    pub(crate) fn hold(&self) {
+        self.go.forget_permits(self.go.available_permits());
+    }
+
+    /// Entry in the workers file, without an event source.
+    pub(crate) fn entry(&self) -> Value {
+        json!({"id": self.id, "endpoint": self.address.to_string()})
+    }
+}
+
+impl Drop for BurstEngine {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// One event of a response.
+fn event(at: usize) -> String {
+    format!(
+        "data: {{\"index\":{at},\"text\":\"{}\"}}\n\n",
+        "token ".repeat(1 + at % 40)
+    )
+}
+
+/// A whole streaming response.
+pub(crate) fn whole(events: usize) -> String {
+    (0..events)
+        .map(event)
+        .chain(["data: [DONE]\n\n".to_owned()])
+        .collect()
+}
+
+/// A unary response.
+pub(crate) fn piece(bytes: usize) -> String {
+    "0123456789abcdef".chars().cycle().take(bytes).collect()
+}
+
+struct OpenRequest(Arc<AtomicUsize>);
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> Response {
+    let parameter = |name: &str| {
+        headers
+            .get(name)
+            .map(|value| value.to_str().unwrap().parse::<usize>().unwrap())
+    };
+    if let Some(bytes) = parameter(BYTES) {
+        return piece(bytes).into_response();
+    }
+    let events = parameter(EVENTS).unwrap_or(1);
+    let paced = headers.contains_key(PACED).then(|| go.clone());
+    open.fetch_add(1, Ordering::SeqCst);
+    let open = OpenRequest(open.clone());
+    let body = stream::unfold((0, open), move |(at, open)| {
+        let paced = paced.clone();
+        async move {
+            if at > events {
+                return None;
+            }
+            if let Some(go) = paced {
+                go.acquire().await.unwrap().forget();
+            }
+            let text = if at == events {
+                "data: [DONE]\n\n".to_owned()
+            } else {
+                event(at)
+            };
+            Some((Ok::<_, Infallible>(Bytes::from(text)), (at + 1, open)))
+        }
+    });
+    let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
+    (StatusCode::OK, content, Body::from_stream(body)).into_response()
+}
+
+/// Sends a request, and returns the response after its first event. The rest follows when [`is_whole`] lets it.
+pub(crate) async fn begin(
+    request: reqwest::RequestBuilder,
+    workers: &[BurstEngine],
+) -> (reqwest::Response, Vec<u8>) {
+    workers.iter().for_each(BurstEngine::hold);
+    let mut response = request.send().await.unwrap();
+    workers.iter().for_each(|worker| worker.go.add_permits(1));
+    let first = response.chunk().await.unwrap().unwrap();
+    (response, first.to_vec())
+}
+
+/// Lets the workers send the rest of a response of 50 events. Returns whether all of it arrives.
+pub(crate) async fn is_whole(
+    (mut response, mut text): (reqwest::Response, Vec<u8>),
+    workers: &[BurstEngine],
+) -> bool {
+    workers
+        .iter()
+        .for_each(|worker| worker.go.add_permits(1_000));
+    loop {
+        match response.chunk().await {
+            Ok(Some(chunk)) => text.extend(chunk),
+            Ok(None) => return text == whole(50).as_bytes(),
+            Err(_) => return false,
+        }
+    }
+}

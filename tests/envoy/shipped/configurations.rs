@@ -1,0 +1,679 @@
+//! Each shipped Envoy configuration: exact routing, forged headers, dead workers, and operation without
+//! warmroute.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+
+use futures_util::StreamExt as _;
+use serde_json::{Value, json};
+use warmroute::ext_proc::routing_headers::RoutingHeaders;
+use warmroute_testbed::deployment::MODEL;
+use warmroute_testbed::envoy;
+use warmroute_testbed::ports::until;
+
+use crate::shipped::bursts::{BurstEngine, EVENTS, PACED, begin, is_whole};
+use crate::support::deployment::{
+    ChatAnswer, PATIENCE, TestDeployment, chat, essay, fast, with_response_headers,
+};
+
+/// Expected behavior of a shipped Envoy configuration.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RoutingWay {
+    /// `envoy/<file>.yaml`.
+    pub(crate) file: &'static str,
+    /// Response status while warmroute is down or frozen.
+    away: u16,
+    /// Response status if warmroute has no eligible worker.
+    nobody: u16,
+    /// Another worker serves the request if the chosen one is dead.
+    takes_over: bool,
+    /// Streaming responses survive the exit of warmroute.
+    survives: bool,
+}
+
+pub(crate) const STANDALONE: RoutingWay = RoutingWay {
+    file: "standalone",
+    away: 200,
+    nobody: 200,
+    takes_over: true,
+    survives: true,
+};
+pub(crate) const SUBSET: RoutingWay = RoutingWay {
+    file: "subset",
+    away: 503,
+    nobody: 503,
+    takes_over: false,
+    survives: true,
+};
+pub(crate) const ORIGINAL_DST: RoutingWay = RoutingWay {
+    file: "original-dst",
+    away: 503,
+    nobody: 503,
+    takes_over: false,
+    survives: true,
+};
+pub(crate) const ROUTES: RoutingWay = RoutingWay {
+    file: "route-per-header",
+    away: 200,
+    nobody: 200,
+    takes_over: false,
+    survives: true,
+};
+pub(crate) const GATEWAY_API: RoutingWay = RoutingWay {
+    file: "gateway-api",
+    away: 500,
+    nobody: 503,
+    takes_over: true,
+    survives: false,
+};
+
+pub(crate) const XDS: RoutingWay = RoutingWay {
+    file: "xds",
+    away: 200,
+    nobody: 503,
+    takes_over: true,
+    survives: true,
+};
+
+impl RoutingWay {
+    /// Configuration of warmroute for this file, with response headers for each decision.
+    pub(crate) fn warmroute(self) -> Value {
+        let mut own = envoy::warmroute_settings(self.file)
+            .unwrap()
+            .unwrap_or_else(|| json!({}));
+        // The deployment sets its own listeners and endpoint file.
+        own.as_object_mut().unwrap().remove("listeners");
+        if own["envoy"]["xds"].is_null() {
+            own.as_object_mut().unwrap().remove("envoy");
+        }
+        // Without this, a worker that stops publishing events is no longer chosen. The tests need dead
+        // workers to be chosen.
+        own["index"]["freshness"] = json!({"stale_credit": 1.0});
+        with_response_headers(own)
+    }
+
+    /// Starts warmroute and Envoy for running workers.
+    pub(crate) async fn serve(self, deployment: &mut TestDeployment, workers: &[SocketAddr]) {
+        deployment.start_router(&self.warmroute()).await.unwrap();
+        let config = self.envoy(deployment, workers, "30s");
+        deployment.start_envoy(&config).await.unwrap();
+    }
+
+    pub(crate) fn envoy(
+        self,
+        deployment: &TestDeployment,
+        workers: &[SocketAddr],
+        timeout: &str,
+    ) -> String {
+        let config = deployment
+            .envoy_setup()
+            .shipped_config(self.file, workers)
+            .unwrap();
+        assert_eq!(config.matches(" message_timeout: 1s").count(), 1);
+        config.replace(
+            " message_timeout: 1s",
+            &format!(" message_timeout: {timeout}"),
+        )
+    }
+
+    async fn engines(self) -> TestDeployment {
+        let mut deployment = TestDeployment::engines(&[fast(1), fast(2), fast(3)]).await;
+        deployment.write_workers().unwrap();
+        let workers: Vec<_> = deployment
+            .engines
+            .iter()
+            .map(|engine| engine.address)
+            .collect();
+        self.serve(&mut deployment, &workers).await;
+        deployment
+    }
+}
+
+#[test]
+fn shipped_files_are_all_tested() {
+    let shipped = envoy::shipped_configs().unwrap();
+    let shipped: BTreeSet<_> = shipped
+        .iter()
+        .map(|file| file.file_stem().unwrap().to_str().unwrap())
+        .collect();
+    let ways = [STANDALONE, SUBSET, ORIGINAL_DST, ROUTES, GATEWAY_API, XDS].map(|way| way.file);
+    // These need engines with KV transfer. `tests/routing` tests them.
+    let handovers = ["disaggregated-call", "disaggregated-mirror"];
+    assert_eq!(shipped, ways.into_iter().chain(handovers).collect());
+    assert!(
+        ["gateway-api", "xds"]
+            .iter()
+            .all(|name| envoy::warmroute_settings(name).unwrap().is_some())
+    );
+}
+
+fn question(number: usize) -> Value {
+    let mut body = chat(&essay(number));
+    body["max_tokens"] = json!(6);
+    if number.is_multiple_of(2) {
+        body["stream"] = json!(true);
+        body["stream_options"] = json!({"include_usage": true});
+    }
+    body
+}
+
+/// A response body without its id, time and cached tokens, which differ between equal requests.
+fn bytes(answer: &[u8]) -> String {
+    let mut text = String::from_utf8(answer.to_vec()).unwrap();
+    for (key, end) in [
+        ("\"id\":", ','),
+        ("\"created\":", ','),
+        ("\"cached_tokens\":", '}'),
+    ] {
+        let mut rest = String::new();
+        let mut parts = text.split(key);
+        rest.push_str(parts.next().unwrap());
+        for part in parts {
+            rest.push_str(key);
+            rest.push_str(&part[part.find(end).unwrap()..]);
+        }
+        text = rest;
+    }
+    text
+}
+
+/// Sends 300 requests. Each reaches the named worker, and the response equals a direct one byte by byte.
+async fn assert_300_exact_requests(deployment: &TestDeployment) {
+    const QUESTIONS: usize = 30;
+    let mut known = BTreeMap::new();
+    for number in 0..QUESTIONS {
+        let direct = deployment
+            .http
+            .post(deployment.engines[0].url("/v1/chat/completions"))
+            .json(&question(number));
+        known.insert(
+            number,
+            bytes(&direct.send().await.unwrap().bytes().await.unwrap()),
+        );
+    }
+    let answers = futures_util::stream::iter(0..300).map(async |at| {
+        let number = (at * 7) % QUESTIONS;
+        (
+            number,
+            ChatAnswer::read(
+                deployment
+                    .post("/v1/chat/completions", &question(number))
+                    .await,
+            )
+            .await,
+        )
+    });
+    let answers: Vec<_> = answers.buffer_unordered(6).collect().await;
+    let mut served = BTreeSet::new();
+    for (number, answered) in &answers {
+        answered.assert_exact();
+        assert_eq!(bytes(&answered.body), known[number], "question {number}");
+        served.insert(answered.engine());
+    }
+    assert_eq!((answers.len(), served.len()), (300, 3), "{served:?}");
+    deployment.idle().await;
+}
+
+/// A request with all reserved routing headers, each naming the worker at `wanted`.
+fn forged(
+    deployment: &TestDeployment,
+    number: usize,
+    wanted: SocketAddr,
+) -> reqwest::RequestBuilder {
+    let mut request = deployment
+        .http
+        .post(deployment.url("/v1/chat/completions"))
+        .json(&question(100 + number));
+    for name in RoutingHeaders::default().reserved_names() {
+        let value = match name {
+            name if name.contains("endpoint") || name.contains("host-port") => wanted.to_string(),
+            name if name.contains("rank") => "0".to_owned(),
+            _ => "1".to_owned(),
+        };
+        request = request.header(name, value);
+    }
+    request
+}
+
+async fn assert_forged_headers_ignored(deployment: &TestDeployment) {
+    let mut served = BTreeSet::new();
+    for number in 0..12 {
+        let answered = ChatAnswer::read(
+            forged(deployment, number, deployment.engines[0].address)
+                .send()
+                .await
+                .unwrap(),
+        )
+        .await;
+        answered.assert_exact();
+        served.insert(answered.engine().to_owned());
+    }
+    assert!(served.len() > 1, "forged headers take effect: {served:?}");
+    deployment.idle().await;
+}
+
+async fn assert_fallback_without_warmroute(way: RoutingWay, deployment: &mut TestDeployment) {
+    deployment.kill9_router();
+    let mut served = BTreeSet::new();
+    for number in 0..12 {
+        let response = forged(deployment, number, deployment.engines[0].address)
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(response.status(), way.away, "without warmroute");
+        served.insert(ChatAnswer::read(response).await.engine().to_owned());
+    }
+    assert!(
+        way.away != 200 || served.len() > 1,
+        "forged headers take effect: {served:?}"
+    );
+    deployment.start_router(&way.warmroute()).await.unwrap();
+    let back = until(PATIENCE, async || {
+        deployment.ask("are you back?").await.mode() == "exact"
+    });
+    assert!(back.await, "{}", deployment.router_log());
+}
+
+async fn assert_dead_worker_avoided(way: RoutingWay, deployment: &mut TestDeployment) {
+    deployment.engines[1].kill9();
+    let mut rejected = 0;
+    let mut row = 0;
+    let mut number = 200;
+    // Requests fail until warmroute ejects the worker, and when it probes the worker again.
+    while row < 20 {
+        number += 1;
+        assert!(
+            number < 400,
+            "{rejected} of {number} requests were rejected:\n{}",
+            deployment.router_log()
+        );
+        let answered = ChatAnswer::read(
+            deployment
+                .post("/v1/chat/completions", &question(number))
+                .await,
+        )
+        .await;
+        match answered.status.as_u16() {
+            200 => {
+                assert_ne!(answered.engine(), "2");
+                row += 1;
+            }
+            503 => {
+                rejected += 1;
+                row = 0;
+            }
+            status => panic!("{status}: {answered:?}"),
+        }
+    }
+    let page = deployment.metrics().await;
+    assert!(
+        page.sum("worker_unreachable_requests_total", &[("worker_id", "2")]) > 0.0,
+        "{}",
+        page.text()
+    );
+    let moved = page.sum("served_endpoint_mismatches_total", &[("outcome", "moved")]);
+    if way.takes_over {
+        assert!(
+            rejected == 0 && moved > 0.0,
+            "{rejected} rejected, {moved} moved:\n{}",
+            page.text()
+        );
+    } else {
+        assert!(
+            (1..=8).contains(&rejected) && moved == 0.0,
+            "{rejected} rejected, {moved} moved:\n{}",
+            page.text()
+        );
+    }
+    deployment.idle().await;
+}
+
+async fn assert_exact_routing(way: RoutingWay) {
+    let mut deployment = way.engines().await;
+    assert_300_exact_requests(&deployment).await;
+    assert_forged_headers_ignored(&deployment).await;
+    assert_fallback_without_warmroute(way, &mut deployment).await;
+    assert_dead_worker_avoided(way, &mut deployment).await;
+}
+
+/// Streaming responses and new requests while warmroute is killed or frozen.
+async fn assert_behavior_without_warmroute(way: RoutingWay) {
+    let workers = [
+        BurstEngine::start(1).await,
+        BurstEngine::start(2).await,
+        BurstEngine::start(3).await,
+    ];
+    let mut deployment = TestDeployment::engines(&[]).await;
+    deployment
+        .write_worker_entries(&workers.iter().map(BurstEngine::entry).collect())
+        .unwrap();
+    let addresses: Vec<_> = workers.iter().map(|worker| worker.address).collect();
+    way.serve(&mut deployment, &addresses).await;
+    let paced = |deployment: &TestDeployment| {
+        let request = deployment
+            .http
+            .post(deployment.url("/v1/chat/completions"))
+            .json(&chat(&essay(1)));
+        request.header(EVENTS, 50).header(PACED, 1)
+    };
+    let open = begin(paced(&deployment), &workers).await;
+    deployment.kill9_router();
+    assert_eq!(
+        is_whole(open, &workers).await,
+        way.survives,
+        "killed while an answer streams"
+    );
+
+    deployment.start_router(&way.warmroute()).await.unwrap();
+    // The shipped message timeout, which ends the wait for a frozen process.
+    let config = way.envoy(&deployment, &addresses, "1s");
+    deployment.start_envoy(&config).await.unwrap();
+    let ask = async || paced(&deployment).send().await.unwrap().status().as_u16();
+    assert!(until(PATIENCE, async || ask().await == 200).await);
+    let open = begin(paced(&deployment), &workers).await;
+    deployment.router().unwrap().freeze();
+    assert_eq!(
+        is_whole(open, &workers).await,
+        way.survives,
+        "frozen while an answer streams"
+    );
+    assert_eq!(ask().await, way.away, "warmroute is frozen");
+    deployment.router().unwrap().thaw();
+    assert!(until(PATIENCE, async || ask().await == 200).await);
+    assert_graceful_restart(way, deployment, &workers).await;
+}
+
+/// A graceful restart interrupts no response.
+async fn assert_graceful_restart(
+    way: RoutingWay,
+    mut deployment: TestDeployment,
+    workers: &[BurstEngine],
+) {
+    let mut own = way.warmroute();
+    own["process"]["drain"] = json!({"grace_period": "5s", "timeout": "60s"});
+    deployment.kill9_router();
+    deployment.start_router(&own).await.unwrap();
+    let paced = |deployment: &TestDeployment| {
+        let request = deployment
+            .http
+            .post(deployment.url("/v1/chat/completions"))
+            .json(&chat(&essay(1)));
+        request.header(EVENTS, 50).header(PACED, 1)
+    };
+    workers
+        .iter()
+        .for_each(|worker| worker.go.add_permits(1_000));
+    let served = async || paced(&deployment).send().await.unwrap().status() == 200;
+    assert!(until(PATIENCE, served).await);
+    let open = begin(paced(&deployment), workers).await;
+    let old = deployment.replace_router(&own).await.unwrap();
+    // Its grace period ends when its successor is ready and it receives no new requests.
+    assert!(
+        is_whole(open, workers).await,
+        "{}: a successor took over while an answer streamed",
+        way.file
+    );
+    assert!(
+        until(PATIENCE, async || !old.is_running()).await,
+        "{}",
+        old.log_tail()
+    );
+}
+
+async fn assert_status_without_workers(way: RoutingWay) {
+    let workers = [
+        BurstEngine::start(1).await,
+        BurstEngine::start(2).await,
+        BurstEngine::start(3).await,
+    ];
+    let addresses: Vec<_> = workers.iter().map(|worker| worker.address).collect();
+    let mut deployment = TestDeployment::engines(&[]).await;
+    deployment.write_worker_entries(&json!([])).unwrap();
+    let mut config = way.warmroute();
+    if config["envoy"]["xds"].is_null() {
+        // The endpoint file exists, but warmroute does not write it.
+        envoy::write_endpoints(&deployment.envoy_setup().endpoint_file(), &addresses).unwrap();
+        config["envoy"] = Value::Null;
+    }
+    config["process"]["readiness"] = json!({"min_workers": 0});
+    deployment.start_router(&config).await.unwrap();
+    let envoy = way.envoy(&deployment, &addresses, "30s");
+    deployment.start_envoy(&envoy).await.unwrap();
+    for number in 0..6 {
+        let response = deployment
+            .post("/v1/chat/completions", &chat(&essay(number)))
+            .await;
+        assert_eq!(response.status(), way.nobody);
+        if way.file == "gateway-api" {
+            let error: Value = response.json().await.unwrap();
+            assert!(error["error"]["code"].is_string(), "{error}");
+        }
+    }
+}
+
+macro_rules! ways {
+    ($($name:ident: $way:expr),+) => {$(
+        mod $name {
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn requests_reach_their_chosen_workers() {
+                super::assert_exact_routing($way).await;
+            }
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn requests_without_warmroute_behave_as_documented() {
+                super::assert_behavior_without_warmroute($way).await;
+            }
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn requests_without_eligible_worker_behave_as_documented() {
+                super::assert_status_without_workers($way).await;
+            }
+        }
+    )+};
+}
+
+ways! {
+    override_host: super::STANDALONE,
+    subset: super::SUBSET,
+    original_dst: super::ORIGINAL_DST,
+    route_per_header: super::ROUTES,
+    gateway_api: super::GATEWAY_API,
+    xds: super::XDS
+}
+
+/// Active requests of a worker in `/debug/load`.
+async fn active(deployment: &TestDeployment, id: u64) -> u64 {
+    let load = deployment.debug_page("load").await.unwrap();
+    let of = load
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
+    of.map(|rank| rank["active_requests"].as_u64().unwrap())
+        .sum()
+}
+
+async fn assert_bookings_follow(way: RoutingWay, change: impl FnOnce(String) -> String) {
+    let alive = BurstEngine::start(2).await;
+    let dead = SocketAddr::from((
+        [127, 0, 0, 1],
+        warmroute_testbed::ports::FreePort::find()
+            .unwrap()
+            .release(),
+    ));
+    let mut deployment = TestDeployment::engines(&[]).await;
+    let entries = json!([{"id": 1, "endpoint": dead.to_string()}, alive.entry()]);
+    deployment.write_worker_entries(&entries).unwrap();
+    deployment.start_router(&way.warmroute()).await.unwrap();
+    let config = change(way.envoy(&deployment, &[], "30s"));
+    deployment.start_envoy(&config).await.unwrap();
+    let mut open = Vec::new();
+    for number in 0..6 {
+        let request = deployment
+            .http
+            .post(deployment.url("/v1/chat/completions"))
+            .json(&chat(&essay(number)));
+        let response = request
+            .header(EVENTS, 5)
+            .header(PACED, 1)
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(response.status(), 200);
+        open.push(response);
+        let booked = async || (active(&deployment, 1).await, active(&deployment, 2).await);
+        let wanted = (0, open.len() as u64);
+        assert!(
+            until(PATIENCE, async || booked().await == wanted).await,
+            "{:?}, not {wanted:?}",
+            booked().await
+        );
+    }
+    let moved = deployment
+        .metrics()
+        .await
+        .sum("served_endpoint_mismatches_total", &[("outcome", "moved")]);
+    assert!(moved >= 1.0, "{}", deployment.metrics().await.text());
+    drop(open);
+    deployment.idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn booking_moves_to_serving_worker() {
+    assert_bookings_follow(STANDALONE, |shipped| shipped).await;
+    assert_bookings_follow(GATEWAY_API, |shipped| shipped).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn booking_moves_by_endpoint_metadata_alone() {
+    let without_attributes = |shipped: String| {
+        let attributes = "response_attributes: [upstream.address, response.flags]";
+        assert_eq!(shipped.matches(attributes).count(), 1);
+        shipped.replace(attributes, "response_attributes: []")
+    };
+    assert_bookings_follow(STANDALONE, without_attributes).await;
+    assert_bookings_follow(GATEWAY_API, without_attributes).await;
+}
+
+/// Data-parallel ranks share an address. Envoy selects it by worker, and a header names the rank.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn subset_reaches_every_rank_of_an_address() {
+    let mut spec = fast(u64::MAX).with(&["--dp-size", "2"]);
+    // The second rank uses the next port after the event port. Without a replay endpoint it is free.
+    spec.replay = false;
+    let mut deployment = TestDeployment::engines(&[spec, fast(2)]).await;
+    let mut entries = [
+        deployment.engines[0].worker_entry(),
+        deployment.engines[1].worker_entry(),
+    ];
+    entries[0]["data_parallel"] = json!({"size": 2});
+    deployment.write_worker_entries(&json!(entries)).unwrap();
+    SUBSET.serve(&mut deployment, &[]).await;
+    let mut served = BTreeSet::new();
+    let mut number = 0;
+    let all = until(PATIENCE, async || {
+        number += 1;
+        let answered = deployment.complete(&essay(number)).await;
+        answered.assert_exact();
+        served.insert((
+            answered.engine().to_owned(),
+            answered.header("x-served-dp-rank").to_owned(),
+        ));
+        served.len() == 3
+    });
+    assert!(all.await, "{served:?}");
+}
+
+/// Another writer of the endpoint file may give a host several ids.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn subset_finds_host_by_each_id() {
+    let [shared, other] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
+    let mut deployment = TestDeployment::engines(&[]).await;
+    deployment
+        .write_worker_entries(&json!([shared.entry(), other.entry()]))
+        .unwrap();
+    SUBSET.serve(&mut deployment, &[]).await;
+    let file = deployment.envoy_setup().endpoint_file();
+    let mut endpoints: Value =
+        serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let hosts = endpoints
+        .pointer_mut("/resources/0/endpoints/0/lb_endpoints")
+        .unwrap()
+        .as_array_mut()
+        .unwrap();
+    let of_shared =
+        |host: &&mut Value| host["metadata"]["filter_metadata"]["envoy.lb"]["worker_id"] == "1";
+    let one = hosts.iter_mut().find(of_shared).unwrap();
+    one["metadata"]["filter_metadata"]["envoy.lb"]["worker_id"] = json!(["77", "1", "2"]);
+    hosts.retain(|host| host["metadata"]["filter_metadata"]["envoy.lb"]["worker_id"] != "2");
+    let new = tempfile::NamedTempFile::new_in(file.parent().unwrap()).unwrap();
+    std::fs::write(&new, endpoints.to_string()).unwrap();
+    new.persist(&file).unwrap();
+    let mut number = 0;
+    // Both ids now select the same host.
+    let found = until(PATIENCE, async || {
+        number += 1;
+        let answered = deployment.complete(&essay(number)).await;
+        assert_eq!(
+            (answered.status.as_u16(), answered.engine()),
+            (200, "1"),
+            "{answered:?}"
+        );
+        // warmroute chose worker 2, whose id selects the host of worker 1.
+        deployment
+            .metrics()
+            .await
+            .sum("served_endpoint_mismatches_total", &[("outcome", "moved")])
+            > 0.0
+    });
+    assert!(found.await);
+    for number in 0..20 {
+        let answered = deployment.complete(&essay(number)).await;
+        assert_eq!(
+            (answered.status.as_u16(), answered.engine()),
+            (200, "1"),
+            "{answered:?}"
+        );
+    }
+}
+
+/// The gateway restricts the endpoints in request metadata, which clients cannot set.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn gateway_subset_hint_is_followed_and_empty_is_503() {
+    let mut deployment = GATEWAY_API.engines().await;
+    let wanted = deployment.engines[2].address;
+    for (hint, status) in [(wanted.to_string(), 200), (String::new(), 503)] {
+        let workers: Vec<_> = deployment
+            .engines
+            .iter()
+            .map(|engine| engine.address)
+            .collect();
+        let config = GATEWAY_API.envoy(&deployment, &workers, "30s");
+        let mut config: Value = serde_saphyr::from_str(&config).unwrap();
+        let filters =
+            "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters";
+        let filters = config.pointer_mut(filters).unwrap().as_array_mut().unwrap();
+        let hint = json!({
+            "metadata_namespace": "envoy.lb.subset_hint",
+            "value": {"x-gateway-destination-endpoint-subset": [hint]},
+        });
+        let kind = "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config";
+        filters.insert(
+            0,
+            json!({"name": "hint", "typed_config": {"@type": kind, "metadata": [hint]}}),
+        );
+        deployment.start_envoy(&config.to_string()).await.unwrap();
+        for number in 0..10 {
+            let body = json!({"model": MODEL, "prompt": essay(number), "max_tokens": 2});
+            let answered = ChatAnswer::read(deployment.post("/v1/completions", &body).await).await;
+            assert_eq!(answered.status, status, "{answered:?}");
+            if status == 200 {
+                answered.assert_exact();
+                assert_eq!(answered.engine(), "3");
+            } else {
+                let error: Value = serde_json::from_slice(&answered.body).unwrap();
+                assert!(error["error"]["code"].is_string(), "{error}");
+            }
+        }
+    }
+}

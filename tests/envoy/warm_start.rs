@@ -1,0 +1,235 @@
+//! Warm start: several warmroute processes, engines that replay only recent events, and the first
+//! requests of a new process.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::time::Instant;
+use warmroute_testbed::deployment::{EngineSpec, MODEL};
+use warmroute_testbed::ports::{FreePort, until};
+
+use crate::support::another::SecondRouter;
+use crate::support::deployment::{
+    PATIENCE, TestDeployment, essay, fast, programs, with_response_headers,
+};
+use crate::support::long_tests::long_or_short;
+
+/// Number of compared requests in the long and the short form.
+const REQUESTS: [usize; 2] = [1_000, 300];
+/// Number of different prompts.
+const PROMPTS: usize = 200;
+
+/// Engines that replay only eight batches.
+fn forgetful() -> [EngineSpec; 4] {
+    [1, 2, 3, 4].map(|id| fast(id).with(&["--buffer-steps", "8"]))
+}
+
+async fn json_of(http: &reqwest::Client, url: &str) -> Option<Value> {
+    http.get(url).send().await.ok()?.json().await.ok()
+}
+
+/// Sends requests and returns the share of prompt tokens that the engines found in their caches.
+async fn hit_rate(deployment: &TestDeployment, from: usize, requests: usize) -> f64 {
+    let mut prompt = 0.0;
+    let mut cached = 0.0;
+    for nth in 0..requests {
+        let body =
+            json!({"model": MODEL, "prompt": essay((from + nth * 7) % PROMPTS), "max_tokens": 1});
+        let answer = deployment.post("/v1/completions", &body).await;
+        assert_eq!(answer.status(), 200);
+        let answer: Value = answer.json().await.unwrap();
+        let usage = &answer["usage"];
+        prompt += usage["prompt_tokens"].as_f64().unwrap();
+        cached += usage["prompt_tokens_details"]["cached_tokens"]
+            .as_f64()
+            .unwrap_or_default();
+    }
+    cached / prompt
+}
+
+/// Returns the number of known device blocks.
+async fn known(another: &SecondRouter) -> u64 {
+    another.index().await["total"]["device"].as_u64().unwrap()
+}
+
+/// Waits until the index equals the contents of the engines.
+async fn settles(another: &SecondRouter, deployment: &TestDeployment) {
+    let same = async || known(another).await == deployment.cached_blocks().await;
+    assert!(
+        until(PATIENCE, same).await,
+        "{} and {}",
+        known(another).await,
+        deployment.cached_blocks().await
+    );
+}
+
+/// A deployment and the API address of its warmroute.
+async fn deployment() -> (TestDeployment, String) {
+    let mut deployment = TestDeployment::engines(&forgetful()).await;
+    deployment.write_workers().unwrap();
+    let api = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
+    deployment
+        .start_router(&with_response_headers(
+            json!({"listeners": {"api": {"address": api}}}),
+        ))
+        .await
+        .unwrap();
+    let envoy = deployment.envoy_config();
+    deployment.start_envoy(&envoy).await.unwrap();
+    (deployment, format!("http://{api}"))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn new_replica_starts_with_index_of_peer() {
+    let [long, short] = REQUESTS;
+    let requests = long_or_short(long, short);
+    let (mut deployment, api) = deployment().await;
+    hit_rate(&deployment, 0, requests).await;
+    let of_peer = hit_rate(&deployment, 3, requests).await;
+    deployment.settle().await;
+
+    // One process with a cold start for comparison, and one that copies while requests continue.
+    let cold = SecondRouter::start(&deployment, "cold", &json!({})).await;
+    let held = deployment.cached_blocks().await;
+    assert!(
+        known(&cold).await < held / 2,
+        "the engines repeat {} of {held} blocks",
+        known(&cold).await
+    );
+    let from = json!({"index": {"warm_start": {"url": api}}});
+    let starts = SecondRouter::start(&deployment, "new", &from);
+    let (new, _) = tokio::join!(starts, hit_rate(&deployment, 1, 100));
+    settles(&new, &deployment).await;
+
+    // Envoy switches to the new process.
+    let envoy = new.envoy_config(&deployment);
+    deployment.start_envoy(&envoy).await.unwrap();
+    let of_new = hit_rate(&deployment, 5, requests).await;
+    println!(
+        "hit rate of the peer {of_peer:.4}, of the new one {of_new:.4}: {:.4} of it",
+        of_new / of_peer
+    );
+    assert!(of_new >= 0.98 * of_peer, "{of_new} of {of_peer}");
+    // Both stay up to date.
+    settles(&new, &deployment).await;
+    deployment.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restart_resumes_from_snapshot_unless_engine_changed() {
+    let mut deployment = TestDeployment::engines(&forgetful()).await;
+    deployment.write_workers().unwrap();
+    let own = with_response_headers(
+        json!({"index": {"warm_start": {"snapshot_file": "index.warmroute"}}}),
+    );
+    deployment.start_router(&own).await.unwrap();
+    let envoy = deployment.envoy_config();
+    deployment.start_envoy(&envoy).await.unwrap();
+    hit_rate(&deployment, 0, 400).await;
+    deployment.settle().await;
+    let known = deployment.cached_blocks().await;
+
+    // Engines continue while warmroute is stopped; one of them is replaced.
+    let router = deployment.router().unwrap();
+    router.terminate();
+    let end = std::time::Instant::now() + PATIENCE;
+    assert!(
+        router.wait_exit(end).is_some_and(|status| status.success()),
+        "{}",
+        router.log_tail()
+    );
+    assert!(deployment.run_dir.join("index.warmroute").is_file());
+    for engine in &deployment.engines[1..] {
+        let body = json!({"model": MODEL, "prompt": essay(PROMPTS + 1), "max_tokens": 1});
+        let answer = deployment
+            .http
+            .post(engine.url("/v1/completions"))
+            .json(&body)
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(answer.status(), 200);
+    }
+    deployment.engines[0].kill9();
+    let programs = programs();
+    let run_dir = deployment.run_dir.clone();
+    deployment.engines[0]
+        .restart(&programs, &run_dir)
+        .await
+        .unwrap();
+    deployment.start_router(&own).await.unwrap();
+    deployment.settle().await;
+    assert!(
+        deployment.cached_blocks().await > known / 2,
+        "three of four engines are as they were"
+    );
+    assert!(hit_rate(&deployment, 0, 200).await > 0.5);
+
+    // A killed process writes no snapshot and starts with the previous one; blocks missing there
+    // are marked stale and cause no error.
+    deployment.settle().await;
+    deployment.kill9_router();
+    deployment.start_router(&own).await.unwrap();
+    hit_rate(&deployment, 0, 200).await;
+    deployment.kill9_router();
+    std::fs::write(deployment.run_dir.join("index.warmroute"), "no index").unwrap();
+    deployment.start_router(&own).await.unwrap();
+    assert!(
+        deployment
+            .router_log()
+            .contains("warm start: snapshot file not usable")
+    );
+    hit_rate(&deployment, 0, 10).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unreachable_peer_means_cold_start_or_wait() {
+    let (deployment, api) = deployment().await;
+    hit_rate(&deployment, 0, 100).await;
+    deployment.settle().await;
+    let unreachable = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
+    let alone = SecondRouter::start(
+        &deployment,
+        "alone",
+        &json!({"index": {"warm_start": {"url": unreachable, "timeout": "1s"}}}),
+    )
+    .await;
+    assert!(known(&alone).await < deployment.cached_blocks().await);
+
+    // Two processes that wait for each other are both cold; when one stops waiting, the other one
+    // does too.
+    let [one, two] = [0, 1].map(|_| format!("127.0.0.1:{}", FreePort::find().unwrap().release()));
+    let waits = json!({
+        "listeners": {"api": {"address": one}},
+        "index": {
+            "warm_start": {"url": format!("http://{two}"), "timeout": "1s", "on_timeout": "wait"},
+        },
+    });
+    let waits = SecondRouter::spawn(&deployment, "waits", &waits);
+    let late = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < late {
+        let page = json_of(&deployment.http, &waits.url("/readyz")).await;
+        assert!(
+            page.is_none_or(|page| page["ready"] == false),
+            "nobody has told"
+        );
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let page = json_of(&deployment.http, &waits.url("/readyz"))
+        .await
+        .unwrap();
+    assert!(
+        page["pending"]
+            .to_string()
+            .contains("warm start of worker rank"),
+        "{page}"
+    );
+    let _other = SecondRouter::start(
+        &deployment,
+        "other",
+        &json!({"listeners": {"api": {"address": two}}, "index": {"warm_start": {"url": api}}}),
+    )
+    .await;
+    waits.is_ready().await;
+    settles(&waits, &deployment).await;
+}

@@ -1,0 +1,221 @@
+//! Replaces the endpoint picker of the Gateway API inference extension's conformance tests: the
+//! real program with that fixture's flags and nothing else, an API server that knows only pods and
+//! InferencePools, and a real Envoy configured as a gateway.
+
+mod site;
+
+use std::net::Ipv4Addr;
+use std::time::Instant;
+
+use rustix::process::Signal;
+use serde_json::json;
+use tonic_health::pb::health_check_response::ServingStatus::{NotServing, Serving};
+use warmroute_testbed::ports::{FreePort, until};
+
+use crate::support::api_server::ApiServer;
+use site::{ConformanceBackend, ConformanceGateway, EndpointPicker, POOL, PROBED, SOON, pod, pool};
+
+/// Returns true if kubelets with the fixture's probes would consider it ready.
+async fn is_ready(picker: &EndpointPicker) -> bool {
+    picker.health(PROBED).await == Some(Serving)
+}
+
+/// Starts a backend for each address and port.
+async fn start_backends(addresses: [Ipv4Addr; 3], ports: [u16; 2]) -> Vec<ConformanceBackend> {
+    let mut backends = Vec::new();
+    for address in addresses {
+        for port in ports {
+            backends.push(ConformanceBackend::start((address, port).into()).await);
+        }
+    }
+    backends
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn conformance_flags_alone_serve_the_pool() {
+    let server = ApiServer::start().await;
+    let picker = EndpointPicker::start(&server, &[]);
+    let alive = async || picker.health("liveness").await == Some(Serving);
+    assert!(until(SOON, alive).await, "{}", picker.log());
+    assert_eq!(
+        picker.health(PROBED).await,
+        Some(NotServing),
+        "there is no pool"
+    );
+
+    // One pod is not ready, one is not selected by the pool.
+    let first = FreePort::find().unwrap().release();
+    let second = FreePort::find().unwrap().release();
+    let all = [[127, 0, 0, 1], [127, 0, 0, 2], [127, 0, 0, 3]].map(Ipv4Addr::from);
+    let backends = start_backends(all, [first, second]).await;
+    server.put("pods", pod("backend-1", all[0], "primary", false));
+    server.put("pods", pod("backend-2", all[1], "primary", false));
+    server.put("pods", pod("stranger", all[2], "secondary", true));
+    server.put("inferencepools", pool(&[first]));
+    assert!(
+        until(SOON, async || is_ready(&picker).await).await,
+        "the pool is known: {}",
+        picker.log()
+    );
+    let gateway = ConformanceGateway::start(picker.grpc, &backends).await;
+    assert_eq!(gateway.ask(None).await.status, 503, "and has no ready pod");
+    server.put("pods", pod("backend-1", all[0], "primary", true));
+    server.put("pods", pod("backend-2", all[1], "primary", true));
+    assert!(
+        until(SOON, async || gateway.ask(None).await.status == 200).await,
+        "{}",
+        picker.log()
+    );
+
+    let at = |address: usize, port: u16| format!("{}:{port}", all[address]);
+    let endpoints = [at(0, first), at(1, first), at(2, first)];
+    assert_subsets_are_followed(&gateway, &endpoints).await;
+
+    // Data-parallel ranks: several ports, each an endpoint.
+    server.change("inferencepools", POOL, |pool| {
+        pool["spec"]["targetPorts"] = json!([{"number": first}, {"number": second}])
+    });
+    let added = at(1, second);
+    let is_served = async || gateway.ask(Some(&added)).await.served == added;
+    assert!(until(SOON, is_served).await);
+    for endpoint in [at(0, first), at(0, second), at(1, first), at(1, second)] {
+        gateway.sends(Some(&endpoint), &[&endpoint]).await;
+    }
+
+    assert_pool_is_followed(&server, &picker, &gateway, second).await;
+    gateway.sends(None, &[&at(0, second), &at(1, second)]).await;
+
+    assert_eq!(
+        server.violations(),
+        [""; 0],
+        "requests beyond the Role of the fixture"
+    );
+    let log = picker.log();
+    assert!(
+        log.lines()
+            .all(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()),
+        "{log}"
+    );
+}
+
+/// Deletes the pool, without which no endpoint may be chosen, and adds it with another port.
+async fn assert_pool_is_followed(
+    server: &ApiServer,
+    picker: &EndpointPicker,
+    gateway: &ConformanceGateway,
+    port: u16,
+) {
+    server.delete("inferencepools", POOL);
+    assert!(
+        until(SOON, async || gateway.ask(None).await.status == 503).await,
+        "{}",
+        picker.log()
+    );
+    server.put("inferencepools", pool(&[port]));
+    assert!(
+        until(SOON, async || gateway.ask(None).await.status == 200).await,
+        "{}",
+        picker.log()
+    );
+}
+
+/// Asks for subsets of the two members of the pool. The third endpoint is not a member.
+async fn assert_subsets_are_followed(gateway: &ConformanceGateway, endpoints: &[String; 3]) {
+    let [one, two, stranger] = endpoints;
+    gateway.sends(Some(one), &[one]).await;
+    let address = two.split(':').next();
+    gateway.sends(address, &[two]).await;
+    gateway
+        .sends(Some(&format!("{stranger}, {two}")), &[two])
+        .await;
+    let members = [&**one, &**two];
+    gateway.sends(Some("192.0.2.9"), &members).await;
+    gateway.sends(None, &members).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ext_proc_uses_self_signed_tls_and_h2_by_default() {
+    let server = ApiServer::start().await;
+    server.put("inferencepools", pool(&[80]));
+    server.put(
+        "pods",
+        pod("backend", [192, 0, 2, 1].into(), "primary", true),
+    );
+    let picker = EndpointPicker::start(&server, &[]);
+    assert!(
+        until(SOON, async || is_ready(&picker).await).await,
+        "{}",
+        picker.log()
+    );
+    let (protocol, certificates) = picker.handshake("h2").await.unwrap();
+    assert_eq!((protocol.as_deref(), certificates), (Some(&b"h2"[..]), 1));
+    let http = picker.handshake("http/1.1").await;
+    assert!(
+        http.as_ref()
+            .map_or(true, |(protocol, _)| protocol.is_none()),
+        "{http:?}"
+    );
+    let plain = EndpointPicker::start(&server, &["--secure-serving=false"]);
+    assert!(
+        until(SOON, async || is_ready(&plain).await).await,
+        "{}",
+        plain.log()
+    );
+    assert!(plain.handshake("h2").await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shutdown_fails_probes_and_ends_within_grace() {
+    let server = ApiServer::start().await;
+    server.put("inferencepools", pool(&[80]));
+    server.put(
+        "pods",
+        pod("backend", [192, 0, 2, 1].into(), "primary", true),
+    );
+    let picker = EndpointPicker::start(
+        &server,
+        &[
+            "--drain-timeout",
+            "3s",
+            "--health-checking",
+            "--enable-cert-reload",
+        ],
+    );
+    assert!(
+        until(SOON, async || is_ready(&picker).await).await,
+        "{}",
+        picker.log()
+    );
+    // There is no configuration file to reload, and the process must not end.
+    picker.child.signal(Signal::HUP);
+    assert!(
+        until(SOON, async || picker.log().contains("SIGHUP")).await,
+        "{}",
+        picker.log()
+    );
+    let signalled = Instant::now();
+    picker.child.terminate();
+    assert!(
+        until(SOON, async || picker.health(PROBED).await
+            == Some(NotServing))
+        .await,
+        "{}",
+        picker.log()
+    );
+    assert_eq!(picker.health("liveness").await, Some(Serving));
+    assert!(
+        until(SOON, async || !picker.child.is_running()).await,
+        "{}",
+        picker.log()
+    );
+    assert!(
+        signalled.elapsed() >= std::time::Duration::from_secs(3),
+        "{:?}",
+        signalled.elapsed()
+    );
+    assert!(
+        picker.child.wait_exit(Instant::now()).unwrap().success(),
+        "{}",
+        picker.log()
+    );
+}

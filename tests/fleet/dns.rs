@@ -1,0 +1,255 @@
+//! Discovery by DNS against a real DNS server whose records change and which is stopped and
+//! restarted, and one end-to-end test with discovered engines.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::sync::watch;
+use warmroute::fleet::discovery::WorkerModel;
+use warmroute::fleet::discovery::dns::{self, DnsConfig, worker_id};
+use warmroute_core::worker::{BlockSize, Worker};
+use warmroute_metrics::Metrics;
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::debian::DNSMASQ;
+use warmroute_testbed::ports::{FreePort, until};
+
+use crate::source_health::wait_source_up;
+use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_response_headers};
+
+/// DNS server for names below `test.`.
+struct DnsServer {
+    server: Option<ChildProcess>,
+    port: u16,
+    dir: TempDir,
+}
+
+impl DnsServer {
+    fn start(records: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let port = FreePort::find().unwrap().release();
+        let mut names = Self {
+            server: None,
+            port,
+            dir,
+        };
+        names.say(records);
+        names
+    }
+
+    /// Restarts the server with other records, each in dnsmasq syntax.
+    fn say(&mut self, records: &[&str]) {
+        self.server = None;
+        let mut command = DNSMASQ.command().unwrap();
+        command.args([
+            "--keep-in-foreground",
+            "--no-resolv",
+            "--no-hosts",
+            "--bind-interfaces",
+            "--user=root",
+        ]);
+        command.args([
+            "--conf-file=/dev/null",
+            "--pid-file=",
+            "--listen-address=127.0.0.1",
+            "--local=/test/",
+        ]);
+        command
+            .arg(format!("--port={}", self.port))
+            .args(records.iter().map(|record| format!("--{record}")));
+        self.server = Some(ChildProcess::spawn("dnsmasq", &command, self.dir.path()).unwrap());
+    }
+
+    fn resolver(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+}
+
+/// Background task that follows names.
+struct DnsFollower {
+    fleets: watch::Receiver<Option<Vec<Worker>>>,
+    metrics: Arc<Metrics>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for DnsFollower {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl DnsFollower {
+    fn start(names: Vec<DnsConfig>) -> Self {
+        let (fleet_tx, fleets) = watch::channel(None);
+        let metrics = Arc::new(Metrics::new());
+        let block_size = BlockSize::new(16).unwrap();
+        let models = vec![WorkerModel {
+            name: "m".into(),
+            block_size,
+            uses_bootstrap: false,
+        }];
+        let task_metrics = metrics.clone();
+        let task = tokio::spawn(async move {
+            dns::watch(names, models, task_metrics, |fleet| {
+                _ = fleet_tx.send_replace(Some(fleet))
+            })
+            .await
+            .unwrap();
+        });
+        Self {
+            fleets,
+            metrics,
+            task,
+        }
+    }
+
+    fn endpoints(&self) -> Option<Vec<String>> {
+        self.fleets.borrow().as_ref().map(|fleet| {
+            fleet
+                .iter()
+                .map(|worker| worker.endpoint.to_string())
+                .collect()
+        })
+    }
+
+    async fn are(&self, endpoints: &[&str]) {
+        let found = until(PATIENCE, async || {
+            self.endpoints().is_some_and(|found| found == endpoints)
+        })
+        .await;
+        assert!(found, "{:?}, not {endpoints:?}", self.endpoints());
+    }
+
+    /// Waits for the health metric of a source.
+    async fn up_is(&self, source: &str, up: i64) {
+        wait_source_up(&self.metrics, source, up).await;
+    }
+}
+
+fn named(text: &str, names: &DnsServer) -> DnsConfig {
+    let text = format!(
+        "{{{text}, refresh_interval: 50ms, resolver: '{}'}}",
+        names.resolver()
+    );
+    serde_saphyr::from_str(&text).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dns_failure_keeps_last_addresses() {
+    let mut names = DnsServer::start(&[
+        "host-record=e.test,10.0.0.1",
+        "host-record=e.test,10.0.0.2",
+        "host-record=e.test,2001:db8::1",
+    ]);
+    let follows = DnsFollower::start(vec![named("name: e.test, port: 8000", &names)]);
+    follows
+        .are(&["10.0.0.1:8000", "10.0.0.2:8000", "[2001:db8::1]:8000"])
+        .await;
+    follows.up_is("dns e.test", 1).await;
+    // A stopped server, and one that answers with an error.
+    names.server = None;
+    follows.up_is("dns e.test", 0).await;
+    assert_eq!(follows.endpoints().unwrap().len(), 3);
+    names.say(&["host-record=e.test,10.0.0.2"]);
+    follows.are(&["10.0.0.2:8000"]).await;
+    follows.up_is("dns e.test", 1).await;
+    // An empty answer removes the workers.
+    names.say(&[]);
+    follows.are(&[]).await;
+    follows.up_is("dns e.test", 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn failed_dns_name_does_not_affect_others() {
+    let records = [
+        "srv-host=_http._tcp.e.test,a.test,8001",
+        "srv-host=_http._tcp.e.test,b.test,8002",
+        "host-record=a.test,10.0.0.1",
+        "host-record=b.test,10.0.0.2",
+    ];
+    let mut names = DnsServer::start(&records);
+    let follows = DnsFollower::start(vec![
+        named(
+            "name: _http._tcp.e.test, record: srv, worker: {role: decode}",
+            &names,
+        ),
+        // The server rejects names that are not below `test.`.
+        named(
+            "name: e.elsewhere, port: 9000, worker: {role: prefill}",
+            &names,
+        ),
+    ]);
+    follows.are(&["10.0.0.1:8001", "10.0.0.2:8002"]).await;
+    follows.up_is("dns _http._tcp.e.test", 1).await;
+    follows.up_is("dns e.elsewhere", 0).await;
+    names.say(&[
+        "srv-host=_http._tcp.e.test,b.test,8003",
+        "host-record=b.test,10.0.0.2",
+    ]);
+    follows.are(&["10.0.0.2:8003"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dns_discovered_engines_receive_requests() {
+    let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
+    let service = |at: usize| {
+        format!(
+            "srv-host=_http._tcp.e.test,e.test,{}",
+            deployment.engines[at].address.port()
+        )
+    };
+    let both = [
+        service(0),
+        service(1),
+        "host-record=e.test,127.0.0.1".to_owned(),
+    ];
+    let ids: Vec<u64> = deployment
+        .engines
+        .iter()
+        .map(|engine| worker_id(engine.address).0)
+        .collect();
+    let mut names = DnsServer::start(&[&both[0], &both[2]]);
+    let source = json!([{
+        "name": "_http._tcp.e.test", "record": "srv", "refresh_interval": "50ms", "resolver": names.resolver(),
+        "worker": {"model": warmroute_testbed::deployment::MODEL},
+    }]);
+    // The engines report their event sources.
+    let own = with_response_headers(json!({"workers": {"file": null, "dns": source}}));
+    deployment.start_router(&own).await.unwrap();
+    let envoy = deployment.envoy_config();
+    deployment.start_envoy(&envoy).await.unwrap();
+    let mut number = 0;
+    let mut served = async |wanted: usize| {
+        let mut served = BTreeSet::new();
+        let all = until(PATIENCE, async || {
+            number += 1;
+            let answered = deployment.complete(&essay(number)).await;
+            assert_eq!(answered.status, 200, "{answered:?}");
+            served.insert(
+                answered
+                    .header("x-worker-instance-id")
+                    .parse::<u64>()
+                    .unwrap(),
+            );
+            served.len() == wanted
+        });
+        assert!(all.await, "{served:?}");
+        served
+    };
+    assert_eq!(served(1).await, BTreeSet::from([ids[0]]));
+    names.say(&[&both[0], &both[1], &both[2]]);
+    assert_eq!(served(2).await, BTreeSet::from([ids[0], ids[1]]));
+    deployment.settle().await;
+    let page = deployment.metrics().await;
+    assert_eq!(
+        page.sum("discovery_up", &[("source", "dns _http._tcp.e.test")]),
+        1.0
+    );
+    assert_eq!(
+        page.samples("worker_cached_blocks")
+            .filter(|sample| sample.labels["tier"] == "device")
+            .count(),
+        2
+    );
+}

@@ -1,0 +1,414 @@
+//! Validates the manifests, the chart and the Dockerfile against the schemas of Kubernetes, the
+//! configuration parser of warmroute, a real Envoy, and one another. The `kubectl apply` commands
+//! in the README define the objects of each set.
+
+mod gateways;
+mod ports;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use warmroute::config::Config;
+
+use crate::support::manifest_set::{
+    FOLDER, ManifestSet, PodTemplates, named, policy_ports, validated,
+};
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+/// Oldest supported Kubernetes version.
+const KUBERNETES: &str = "1.30";
+/// The sets of the README and the renderings of the chart, the latter together with the engine
+/// manifests. Parsed once for all tests.
+fn sets() -> &'static [ManifestSet] {
+    static SETS: LazyLock<Vec<ManifestSet>> = LazyLock::new(|| {
+        let mut sets = ManifestSet::of_readme();
+        assert_eq!(sets.len(), 7, "sets in the README");
+        let chart = fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap();
+        let mut values: Vec<PathBuf> = chart.map(|entry| entry.unwrap().path()).collect();
+        values.sort();
+        assert_eq!(values.len(), 3);
+        let engines = || ManifestSet::of("", ["engines", "namespace.yaml"]);
+        sets.extend(
+            values
+                .iter()
+                .map(|values| ManifestSet::of_chart(values).with(engines())),
+        );
+        sets
+    });
+    &SETS
+}
+
+/// A shipped configuration with the tokenizer files of the examples.
+fn prepared(text: &str) -> Value {
+    let text = text
+        .replace("/models/", &format!("{ROOT}/examples/models/"))
+        .replace("tokenizer.json", "tokenizer.json.gz");
+    serde_saphyr::from_str(&text).unwrap()
+}
+
+fn parsed(set: &ManifestSet) -> Config {
+    let config = prepared(set.text("warmroute", "warmroute.yaml"));
+    let config = Config::parse(
+        Path::new("/etc/warmroute/warmroute.yaml"),
+        config.to_string().as_bytes(),
+    );
+    config.unwrap_or_else(|errors| panic!("{}: {errors:?}", set.name))
+}
+
+/// Ports of warmroute: ext_proc, health, admin, and the optional ones of xDS and the API.
+fn listener_ports(config: &Config) -> (u64, u64, u64, [Option<u64>; 2]) {
+    let api = config.listeners.api.as_ref().map(|api| api.address);
+    let xds = config
+        .envoy
+        .as_ref()
+        .and_then(|envoy| envoy.xds.as_ref()?.address);
+    let port = |address: std::net::SocketAddr| u64::from(address.port());
+    (
+        port(config.listeners.ext_proc.address.unwrap()),
+        port(config.listeners.ext_proc.health_address.unwrap()),
+        port(config.listeners.admin.address),
+        [xds, api].map(|listen| listen.map(port)),
+    )
+}
+
+fn is_warmroute(pod: &PodTemplates<'_>) -> bool {
+    pod.labels["app"] == "warmroute"
+}
+
+fn warmroute(set: &ManifestSet) -> PodTemplates<'_> {
+    set.pods().into_iter().find(is_warmroute).unwrap()
+}
+
+#[test]
+fn objects_match_their_schemas() {
+    for set in sets() {
+        let mut found = BTreeSet::new();
+        let errors = validated(&Value::from(set.objects.clone()), KUBERNETES);
+        for (object, error) in set.objects.iter().zip(errors.as_array().unwrap()) {
+            let kind = object["kind"].as_str().unwrap();
+            let name = object["metadata"]["name"].as_str().unwrap();
+            let of = format!("{}: {kind} {name}", set.name);
+            assert!(found.insert((kind, name)), "{of}: duplicate object");
+            let namespace = &object["metadata"]["namespace"];
+            assert_eq!(
+                *namespace,
+                if kind == "Namespace" {
+                    Value::Null
+                } else {
+                    json!("inference")
+                },
+                "{of}"
+            );
+            match error.as_str() {
+                None => {}
+                // The chart of Dynamo's operator contains no schema.
+                Some("no schema") => assert_eq!(kind, "DynamoGraphDeployment", "{of}"),
+                Some(error) => panic!("{of}: {error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn schema_violations_are_reported() {
+    const GATEWAY: &str = "gateway.envoyproxy.io/v1alpha1";
+    let objects = json!([
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"prot": 1, "port": 2}]}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"port": "two"}]}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"port": 2}]}},
+        {"apiVersion": "else/v1", "kind": "Other", "metadata": {"name": "a"}},
+        {"apiVersion": GATEWAY, "kind": "BackendTrafficPolicy", "spec": {"retry": {"retries": 5}}},
+        {"apiVersion": GATEWAY, "kind": "ClientTrafficPolicy", "spec": {"headers": {"enableEnvoyHeaders": "yes"}}},
+        {"apiVersion": GATEWAY, "kind": "ClientTrafficPolicy", "spec": {"headers": {"enableEnvoyHeaders": true}}},
+    ]);
+    let errors = validated(&objects, KUBERNETES);
+    assert!(errors[0].as_str().unwrap().contains("prot"), "{errors}");
+    assert!(errors[1].as_str().unwrap().contains("two"), "{errors}");
+    assert_eq!(
+        (&errors[2], &errors[3]),
+        (&Value::Null, &json!("no schema"))
+    );
+    assert!(errors[4].as_str().unwrap().contains("retries"), "{errors}");
+    assert!(errors[5].as_str().unwrap().contains("yes"), "{errors}");
+    assert_eq!(errors[6], Value::Null);
+}
+
+#[test]
+fn drain_fits_into_termination_grace_period() {
+    for set in sets() {
+        let config = parsed(set);
+        let advice: Vec<_> = config
+            .advice(&config.typical_workers())
+            .into_iter()
+            .map(|advice| advice.finding)
+            .collect();
+        assert_eq!(advice, [""; 0], "{}", set.name);
+        let drain = serde_json::to_value(&config.process.drain).unwrap();
+        let period = |key: &str| humantime::parse_duration(drain[key].as_str().unwrap()).unwrap();
+        let grace = warmroute(set).spec["terminationGracePeriodSeconds"]
+            .as_u64()
+            .unwrap();
+        let needed = period("grace_period") + period("timeout");
+        assert!(
+            needed < Duration::from_secs(grace),
+            "{}: the drain takes {needed:?}, the grace period is {grace} s",
+            set.name
+        );
+    }
+}
+
+#[test]
+fn pods_have_restricted_security_contexts() {
+    for set in sets() {
+        for pod in set.pods() {
+            let of = format!("{}: {}", set.name, pod.name());
+            let init = pod.spec["initContainers"].as_array().into_iter().flatten();
+            for container in pod.containers().chain(init) {
+                let image = container["image"].as_str().unwrap();
+                let tag = image
+                    .rsplit('/')
+                    .next()
+                    .unwrap()
+                    .split_once(':')
+                    .map(|(_, tag)| tag);
+                assert!(tag.is_some_and(|tag| tag != "latest"), "{of}: {image}");
+                if pod.owner["kind"] == "DynamoGraphDeployment" {
+                    continue; // The operator creates the pods.
+                }
+                let security = &container["securityContext"];
+                assert_eq!(security["allowPrivilegeEscalation"], false, "{of}");
+                assert_eq!(security["capabilities"]["drop"], json!(["ALL"]), "{of}");
+                assert!(
+                    container["resources"]["limits"]["memory"].is_string(),
+                    "{of}"
+                );
+                if pod.labels["warmroute.dev/engine"].is_null() {
+                    assert_eq!(security["readOnlyRootFilesystem"], true, "{of}");
+                }
+            }
+            if pod.owner["kind"] != "DynamoGraphDeployment" {
+                let security = &pod.spec["securityContext"];
+                assert_eq!(security["seccompProfile"]["type"], "RuntimeDefault", "{of}");
+                let root = security["runAsNonRoot"] == true
+                    && security["runAsUser"].as_u64().is_some_and(|user| user > 0);
+                assert!(
+                    root || !pod.labels["warmroute.dev/engine"].is_null(),
+                    "{of}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn referenced_objects_exist() {
+    for set in sets() {
+        for pod in set.pods() {
+            let of = format!("{}: {}", set.name, pod.name());
+            for volume in pod.spec["volumes"].as_array().into_iter().flatten() {
+                if let Some(map) = volume.get("configMap") {
+                    set.find("ConfigMap", &map["name"]);
+                }
+            }
+            for container in pod.containers() {
+                let volumes = pod.spec["volumes"].as_array().into_iter().flatten();
+                let volumes: Vec<&Value> = volumes.map(|volume| &volume["name"]).collect();
+                for mount in container["volumeMounts"].as_array().into_iter().flatten() {
+                    assert!(volumes.contains(&&mount["name"]), "{of}: {mount}");
+                }
+            }
+            let account = &pod.spec["serviceAccountName"];
+            if !account.is_null() {
+                set.find("ServiceAccount", account);
+            }
+            let token = pod.spec["automountServiceAccountToken"] == true;
+            assert_eq!(
+                token,
+                is_warmroute(&pod),
+                "{of}: only warmroute uses the API server"
+            );
+        }
+        let binding = set.find("RoleBinding", &json!("warmroute"));
+        assert_eq!(
+            binding["subjects"][0]["name"],
+            warmroute(set).spec["serviceAccountName"],
+            "{}",
+            set.name
+        );
+        assert_eq!(binding["subjects"][0]["namespace"], "inference");
+        let role = set.find(
+            binding["roleRef"]["kind"].as_str().unwrap(),
+            &binding["roleRef"]["name"],
+        );
+        assert_eq!(role["kind"], "Role", "{}: not a ClusterRole", set.name);
+        let rule = |groups: &[&str], resources: &[&str]| json!({"apiGroups": groups, "resources": resources, "verbs": ["get", "list", "watch"]});
+        let mut rules = vec![
+            rule(&[""], &["pods"]),
+            rule(&["inference.networking.k8s.io"], &["inferencepools"]),
+        ];
+        if set.name.ends_with("scaled.yaml") {
+            let resources = ["inferenceobjectives", "inferencemodelrewrites"];
+            rules.push(rule(
+                &["llm-d.ai", "inference.networking.x-k8s.io"],
+                &resources,
+            ));
+        }
+        assert_eq!(
+            role["rules"],
+            json!(rules),
+            "{}: exactly these rules",
+            set.name
+        );
+    }
+}
+
+#[test]
+fn selectors_select_pods() {
+    for set in sets() {
+        for object in &set.objects {
+            let spec = &object["spec"];
+            match object["kind"].as_str().unwrap() {
+                "Deployment" | "DaemonSet" => {
+                    let own = set.selected(&spec["selector"]["matchLabels"]);
+                    assert!(
+                        own.iter().all(|pod| std::ptr::eq(pod.owner, object)),
+                        "{}: {object}",
+                        set.name
+                    );
+                    let mut spread = Vec::new();
+                    named(&spec["template"]["spec"], "labelSelector", &mut spread);
+                    assert!(
+                        spread
+                            .iter()
+                            .all(|selector| selector["matchLabels"]
+                                == spec["selector"]["matchLabels"])
+                    );
+                }
+                "Service" => drop(set.selected(&spec["selector"])),
+                "PodDisruptionBudget" | "InferencePool" => {
+                    drop(set.selected(&spec["selector"]["matchLabels"]))
+                }
+                "NetworkPolicy" => drop(set.selected(&spec["podSelector"]["matchLabels"])),
+                "HorizontalPodAutoscaler" => {
+                    set.find("Deployment", &spec["scaleTargetRef"]["name"]);
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Envoy resolves the address of every replica and balances over them.
+#[test]
+fn warmroute_service_is_headless() {
+    for set in sets() {
+        assert_eq!(
+            set.find("Service", &json!("warmroute"))["spec"]["clusterIP"],
+            "None",
+            "{}",
+            set.name
+        );
+    }
+}
+
+/// Each object of the chart equals the manifest with its kind and name. NetworkPolicies are not
+/// compared, because the manifests split them differently.
+#[test]
+fn chart_renders_the_manifests() {
+    let count_equal = |chart: ManifestSet, manifests: ManifestSet| {
+        let mut compared = 0;
+        for object in chart
+            .objects
+            .iter()
+            .filter(|object| object["kind"] != "NetworkPolicy")
+        {
+            let mut own = object.clone();
+            let kind = object["kind"].as_str().unwrap();
+            let mut theirs = manifests.find(kind, &object["metadata"]["name"]).clone();
+            for one in [&mut own, &mut theirs] {
+                if let Some(data) = one["data"].as_object_mut() {
+                    data.values_mut().for_each(|text| {
+                        *text = serde_saphyr::from_str(text.as_str().unwrap()).unwrap()
+                    });
+                }
+                one.pointer_mut("/spec/template/metadata/annotations")
+                    .map(|all| all.as_object_mut()?.remove("checksum/config"));
+                one.pointer_mut("/spec/template/spec/containers/0")
+                    .map(|all| all.as_object_mut()?.remove("imagePullPolicy"));
+            }
+            assert_eq!(own, theirs);
+            compared += 1;
+        }
+        compared
+    };
+    let chart = |values: &str| {
+        ManifestSet::of_chart(Path::new(&format!("{FOLDER}/chart/ci/{values}.yaml")))
+    };
+    let pool = ManifestSet::of(
+        "",
+        [
+            "warmroute",
+            "gateway-api/warmroute-config.yaml",
+            "gateway-api/pool.yaml",
+        ],
+    );
+    assert_eq!(count_equal(chart("gateway-api"), pool), 8);
+    assert_eq!(
+        count_equal(chart("envoy"), ManifestSet::of("", ["warmroute", "envoy"])),
+        12
+    );
+}
+
+#[test]
+fn image_contains_required_libraries() {
+    let file = fs::read_to_string(format!("{ROOT}/Dockerfile")).unwrap();
+    let line = |start: &str| {
+        file.lines()
+            .filter_map(|line| line.strip_prefix(start))
+            .next_back()
+            .unwrap()
+            .to_owned()
+    };
+    assert_eq!(line("FROM "), "gcr.io/distroless/cc-debian12:nonroot");
+    let user = line("USER ");
+    assert!(
+        user.split(':')
+            .all(|id| id.parse::<u32>().is_ok_and(|id| id > 0)),
+        "{user}"
+    );
+    let manifest = fs::read_to_string(format!("{ROOT}/Cargo.toml")).unwrap();
+    let rust = manifest
+        .lines()
+        .find_map(|line| line.strip_prefix("rust-version = "))
+        .unwrap();
+    assert!(
+        file.contains(&format!(
+            "FROM rust:{}-bookworm AS build",
+            rust.trim_matches('"')
+        )),
+        "the same Rust version"
+    );
+    // Beyond distroless/static, this base image has glibc and libgcc_s.
+    let linked = Command::new("ldd")
+        .arg(env!("CARGO_BIN_EXE_warmroute"))
+        .output()
+        .unwrap();
+    let linked = String::from_utf8(linked.stdout).unwrap();
+    let names: Vec<&str> = linked
+        .lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    assert!(names.contains(&"libc.so.6"), "{linked}");
+    let provided = ["linux-vdso.so.1", "libgcc_s.so.1", "libm.so.6", "libc.so.6"];
+    assert!(
+        names
+            .iter()
+            .all(|name| provided.contains(name) || name.contains("/ld-linux")),
+        "{linked}"
+    );
+}

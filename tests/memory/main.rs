@@ -1,0 +1,161 @@
+//! Memory at the bounds of docs/memory.md. Each test drives one structure to its limit, measures the growth of the resident memory, and
+//! compares it with the documented bound. To print the table: `cargo test --test memory -- --nocapture`. A row is measured in a
+//! process of its own, so that rows do not disturb each other.
+//! `WARMROUTE_LONG_TESTS=1` measures at the default settings instead of an eighth of them.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::print_stdout, reason = "the tests print a table")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the environment names the row of a process"
+)]
+
+use std::process::Command;
+use std::time::Instant;
+use std::{env, fs};
+
+mod events;
+mod index;
+mod messages;
+mod replicas;
+#[path = "../support/mod.rs"]
+mod support;
+mod tables;
+
+/// Allocator of the server.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
+/// Environment variable with the name of the row to measure in this process.
+const ROW: &str = "WARMROUTE_MEMORY_ROW";
+
+const MIB: u64 = 1 << 20;
+
+/// Maximum ratio of a documented bound to the measured memory. A larger ratio means that the bound
+/// was not reached.
+const SLACK: u64 = 3;
+
+/// Memory that a row needs besides its entries: code pages used for the first time, and the first
+/// extents of the allocator.
+const BASE: u64 = 8 * MIB;
+
+/// Documented memory of a structure at its limit.
+#[derive(Clone, Copy)]
+pub(crate) struct MemoryBound {
+    /// Number of entries at the limit.
+    pub(crate) entries: u64,
+    /// Documented bytes per entry.
+    pub(crate) bytes: u64,
+}
+
+/// Resident memory of a process.
+pub(crate) struct MemoryMeter {
+    process: String,
+    before: u64,
+}
+
+impl MemoryMeter {
+    /// Starts measuring.
+    pub(crate) fn start(process: &str) -> Self {
+        // The kernel resets the peak.
+        fs::write(format!("/proc/{process}/clear_refs"), "5").unwrap();
+        Self {
+            process: process.to_owned(),
+            before: resident(process, "VmRSS:"),
+        }
+    }
+
+    /// Returns the growth of the resident memory since the start.
+    pub(crate) fn growth(&self) -> u64 {
+        resident(&self.process, "VmRSS:").saturating_sub(self.before)
+    }
+
+    /// Returns the largest growth since the start.
+    fn peak(&self) -> u64 {
+        resident(&self.process, "VmHWM:").saturating_sub(self.before)
+    }
+
+    /// Prints the row and compares the growth, including temporary allocations, with the bound.
+    pub(crate) fn compare(&self, row: &str, bound: MemoryBound) {
+        let [growth, peak, limit] = [self.growth(), self.peak(), bound.entries * bound.bytes];
+        println!(
+            "| {row} | {} x {} B = {} MiB | {} MiB | {} MiB | {:.1} B | {:.1} B |",
+            bound.entries,
+            bound.bytes,
+            limit / MIB,
+            growth / MIB,
+            peak / MIB,
+            growth as f64 / bound.entries as f64,
+            peak as f64 / bound.entries as f64,
+        );
+        assert!(
+            peak <= limit + BASE,
+            "{row}: the memory grew by {peak} bytes, above {limit} documented and {BASE} of base"
+        );
+        assert!(
+            peak * SLACK >= limit,
+            "{row}: the memory grew by {peak} bytes only, {limit} are documented"
+        );
+    }
+}
+
+fn resident(process: &str, line: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let kib = status
+        .lines()
+        .find_map(|found| found.strip_prefix(line)?.trim().strip_suffix(" kB"))
+        .unwrap();
+    kib.trim().parse::<u64>().unwrap() * 1024
+}
+
+/// Measures a row in a separate process. `fill` drives the structure to its limit and returns it.
+pub(crate) fn measure<T>(row: &str, bytes: u64, fill: impl FnOnce() -> (u64, T)) {
+    measure_after(row, bytes, || (), |()| fill());
+}
+
+/// Like [`measure`], with a preparation that is not measured.
+pub(crate) fn measure_after<P, T>(
+    row: &str,
+    bytes: u64,
+    prepare: impl FnOnce() -> P,
+    fill: impl FnOnce(P) -> (u64, T),
+) {
+    if env::var(ROW).is_ok_and(|wanted| wanted == row) {
+        let prepared = prepare();
+        let meter = MemoryMeter::start("self");
+        let (entries, filled) = fill(prepared);
+        meter.compare(row, MemoryBound { entries, bytes });
+        drop(filled);
+        return;
+    }
+    let started = Instant::now();
+    let mut command = Command::new(env::current_exe().unwrap());
+    let output = command
+        .args([row, "--exact", "--nocapture"])
+        .env(ROW, row)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let measured = text.lines().find(|line| line.starts_with("| "));
+    assert!(
+        output.status.success() && measured.is_some(),
+        "{row}:\n{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    println!(
+        "{} {:.1} s",
+        measured.unwrap_or_default(),
+        started.elapsed().as_secs_f64()
+    );
+}
+
+/// Returns a configurable limit: the default in long tests, and an eighth of it otherwise.
+pub(crate) fn setting(default: u64) -> u64 {
+    support::long_tests::long_or_short(default, default / 8)
+}
+
+/// Spreads numbers over all bits.
+pub(crate) fn mix(number: u64) -> u64 {
+    let mixed = (number ^ (number >> 31)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9)
+}

@@ -1,0 +1,5 @@
+//! Checks of the repository.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod tidy;

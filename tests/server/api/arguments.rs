@@ -1,0 +1,462 @@
+//! Every call rejects invalid arguments with the right status and without side effects.
+
+mod hints;
+
+use std::collections::HashMap;
+
+use tonic::{Code, Status};
+use warmroute::api::pb;
+use warmroute::api::pb::question::Prompt;
+
+use crate::api::site::{ApiSite, attempt, book, rank, tokens, worker};
+
+fn question(prompt: Option<Prompt>) -> pb::Question {
+    pb::Question {
+        prompt,
+        ..pb::Question::default()
+    }
+}
+
+fn blocks(local_hashes: usize, sequence_hashes: usize, isl_tokens: u64) -> pb::Question {
+    question(Some(Prompt::Blocks(pb::BlockHashes {
+        local_hashes: vec![1; local_hashes],
+        sequence_hashes: vec![1; sequence_hashes],
+        isl_tokens,
+    })))
+}
+
+fn body(path: &str, json: &str) -> pb::Question {
+    let headers = HashMap::new();
+    question(Some(Prompt::Body(pb::Body {
+        path: path.into(),
+        headers,
+        json: json.as_bytes().to_vec(),
+    })))
+}
+
+/// Queries that every call rejects.
+fn bad_questions() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+    let mut questions = bad_prompts();
+    questions.extend(bad_bodies());
+    questions
+}
+
+/// Prompts that every call rejects.
+fn bad_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+    vec![
+        ("no question", None, Code::InvalidArgument),
+        ("no prompt", Some(question(None)), Code::InvalidArgument),
+        ("no tokens", Some(tokens(0)), Code::InvalidArgument),
+        (
+            "an unknown model",
+            Some(pb::Question {
+                model: "x".into(),
+                ..tokens(9)
+            }),
+            Code::NotFound,
+        ),
+        (
+            "blocks of no length",
+            Some(blocks(0, 0, 0)),
+            Code::InvalidArgument,
+        ),
+        (
+            "more blocks than tokens",
+            Some(blocks(3, 0, 11)),
+            Code::InvalidArgument,
+        ),
+        (
+            "names for some blocks",
+            Some(blocks(3, 2, 12)),
+            Code::InvalidArgument,
+        ),
+        (
+            "a salt beside hashes",
+            Some(pb::Question {
+                cache_salt: "s".into(),
+                ..blocks(1, 0, 4)
+            }),
+            Code::InvalidArgument,
+        ),
+    ]
+}
+
+/// Request bodies that every call rejects.
+fn bad_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+    let completions = "/v1/completions";
+    let good = body(completions, r#"{"model":"m","prompt":"x"}"#);
+    vec![
+        (
+            "a model beside a body",
+            Some(pb::Question {
+                model: "m".into(),
+                ..good.clone()
+            }),
+            Code::InvalidArgument,
+        ),
+        (
+            "a salt beside a body",
+            Some(pb::Question {
+                cache_salt: "m".into(),
+                ..good
+            }),
+            Code::InvalidArgument,
+        ),
+        (
+            "a body that is none",
+            Some(body(completions, "{")),
+            Code::InvalidArgument,
+        ),
+        (
+            "a path that is none",
+            Some(body("/v1/models", "{}")),
+            Code::InvalidArgument,
+        ),
+        (
+            "a body's unknown model",
+            Some(body(completions, r#"{"model":"x","prompt":"x"}"#)),
+            Code::NotFound,
+        ),
+    ]
+}
+
+fn bad_attempts() -> [(&'static str, Option<pb::Attempt>); 3] {
+    [
+        ("no attempt", None),
+        ("an empty id", attempt("", 0)),
+        ("an id too long", attempt(&"x".repeat(513), 0)),
+    ]
+}
+
+fn refused<T: std::fmt::Debug>(what: &str, answer: Result<T, Status>, code: Code) {
+    let status = answer.expect_err(what);
+    assert_eq!(status.code(), code, "{what}: {status:?}");
+    assert!(!status.message().is_empty(), "{what}");
+}
+
+#[tokio::test]
+async fn invalid_queries_are_rejected_by_every_call() {
+    let site = ApiSite::plain().await;
+    let mut client = site.client.clone();
+    for (what, question, code) in bad_questions() {
+        for id in ["", "r"] {
+            let book = attempt(id, 0).filter(|_| !id.is_empty());
+            let call_request = pb::RouteRequest {
+                question: question.clone(),
+                book,
+                ..pb::RouteRequest::default()
+            };
+            refused(what, client.route(call_request).await, code);
+        }
+        let call_request = pb::OverlapScoresRequest {
+            question: question.clone(),
+            ..Default::default()
+        };
+        refused(what, client.overlap_scores(call_request).await, code);
+        if question.is_some() {
+            // Without a query it returns the current loads.
+            let call_request = pb::PotentialLoadsRequest {
+                question: question.clone(),
+                ..Default::default()
+            };
+            refused(what, client.potential_loads(call_request).await, code);
+        }
+        let call_request = pb::AddRequestRequest {
+            attempt: attempt("r", 0),
+            worker: rank(1),
+            question,
+            ..pb::AddRequestRequest::default()
+        };
+        refused(what, client.add_request(call_request).await, code);
+    }
+    assert_eq!(site.load().await, (0, 0, 0));
+}
+
+#[tokio::test]
+async fn bookings_require_a_valid_attempt() {
+    let site = ApiSite::plain().await;
+    let mut client = site.client.clone();
+    let code = Code::InvalidArgument;
+    for (what, attempt) in bad_attempts() {
+        if attempt.is_some() {
+            // Without an attempt nothing is booked.
+            let request = pb::RouteRequest {
+                book: attempt.clone(),
+                ..book("", 0, 9)
+            };
+            refused(what, client.route(request).await, code);
+        }
+        let request = pb::AddRequestRequest {
+            attempt: attempt.clone(),
+            ..booking()
+        };
+        refused(what, client.add_request(request).await, code);
+        let request = pb::MarkPrefillCompletedRequest {
+            attempt: attempt.clone(),
+        };
+        refused(what, client.mark_prefill_completed(request).await, code);
+        let request = output(attempt.clone(), None);
+        refused(what, client.add_output_block(request).await, code);
+        let request = pb::FreeRequest {
+            attempt,
+            status: None,
+        };
+        refused(what, client.free(request).await, code);
+    }
+}
+
+/// Booking of 9 tokens on worker 1.
+fn booking() -> pb::AddRequestRequest {
+    pb::AddRequestRequest {
+        attempt: attempt("r", 0),
+        worker: rank(1),
+        question: Some(tokens(9)),
+        ..pb::AddRequestRequest::default()
+    }
+}
+
+fn output(attempt: Option<pb::Attempt>, decay_fraction: Option<f64>) -> pb::AddOutputBlockRequest {
+    pb::AddOutputBlockRequest {
+        attempt,
+        decay_fraction,
+    }
+}
+
+#[tokio::test]
+async fn bookings_require_a_known_rank() {
+    let site = ApiSite::plain().await;
+    let mut client = site.client.clone();
+    let on = |worker| pb::AddRequestRequest {
+        worker,
+        ..booking()
+    };
+    let missing_rank = Some(pb::WorkerRank {
+        worker_id: 1,
+        dp_rank: 1,
+    });
+    let too_warm = pb::AddRequestRequest {
+        cached_tokens: Some(10),
+        ..booking()
+    };
+    for (what, request, code) in [
+        ("no rank", on(None), Code::InvalidArgument),
+        ("an unknown worker", on(rank(9)), Code::NotFound),
+        ("an unknown rank", on(missing_rank), Code::NotFound),
+        ("more cached than prompt", too_warm, Code::InvalidArgument),
+    ] {
+        refused(what, client.add_request(request).await, code);
+    }
+    let ranks = rank(9).into_iter().collect();
+    let dump = client.dump_events(pb::DumpEventsRequest { ranks }).await;
+    refused("an unknown rank", dump.map(drop), Code::NotFound);
+    let watch = pb::WatchFleetRequest { model: "x".into() };
+    let fleet = client.watch_fleet(watch).await;
+    refused("an unknown model", fleet.map(drop), Code::NotFound);
+}
+
+#[tokio::test]
+async fn updates_require_a_booking_and_valid_values() {
+    let site = ApiSite::plain().await;
+    let mut client = site.client.clone();
+    let unknown = attempt("unknown", 0);
+    let request = pb::MarkPrefillCompletedRequest {
+        attempt: unknown.clone(),
+    };
+    let marked = client.mark_prefill_completed(request).await;
+    refused("not booked", marked, Code::NotFound);
+    let added = client.add_output_block(output(unknown, None)).await;
+    refused("not booked", added, Code::NotFound);
+    site.route(book("r", 0, 9)).await.unwrap();
+    for fraction in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
+        let request = output(attempt("r", 0), Some(fraction));
+        let added = client.add_output_block(request).await;
+        refused(&fraction.to_string(), added, Code::InvalidArgument);
+    }
+    assert_eq!(site.load().await, (9, 2, 1));
+    for status in [0, 99, 600, u32::MAX] {
+        let request = pb::FreeRequest {
+            attempt: attempt("r", 0),
+            status: Some(status),
+        };
+        let freed = client.free(request).await;
+        refused(&status.to_string(), freed, Code::InvalidArgument);
+    }
+    assert_eq!(site.load().await, (9, 2, 1));
+    let page = site.page("metrics").await;
+    let counted = r#"warmroute_api_calls_total{method="AddOutputBlock",code="INVALID_ARGUMENT"} 4"#;
+    assert!(page.lines().any(|line| line == counted), "{page}");
+}
+
+#[tokio::test]
+async fn block_limit_and_unknown_model_are_reported() {
+    let site = ApiSite::start(
+        "listeners: {api: {address: '127.0.0.1:0', max_prompt_blocks: 2}}\n",
+        &[worker(1, "")],
+    )
+    .await;
+    for question in [tokens(12), blocks(3, 0, 12), blocks(3, 3, 12)] {
+        let call_request = pb::RouteRequest {
+            question: Some(question),
+            ..book("r", 0, 9)
+        };
+        refused(
+            "too long",
+            site.route(call_request).await,
+            Code::InvalidArgument,
+        );
+    }
+    site.route(book("r", 0, 11)).await.unwrap();
+    let unknown = body("/v1/completions", r#"{"model":"nobody's","prompt":"x"}"#);
+    let call_request = pb::RouteRequest {
+        question: Some(unknown),
+        ..book("s", 0, 9)
+    };
+    let status = site.route(call_request).await.unwrap_err();
+    assert!(status.message().contains("nobody's"), "{status:?}");
+}
+
+#[tokio::test]
+async fn booking_on_another_model_is_rejected() {
+    let models = "models: [{name: m, block_size: 4}, {name: 'n', block_size: 4}]\n";
+    let site = ApiSite::start(models, &[worker(1, ", model: m"), worker(2, ", model: n")]).await;
+    for (model, worker, code) in [
+        ("m", 1, None),
+        ("m", 2, Some(Code::NotFound)),
+        ("n", 1, Some(Code::NotFound)),
+    ] {
+        let call_request = pb::AddRequestRequest {
+            attempt: attempt(&format!("{model}{worker}"), 0),
+            worker: rank(worker),
+            question: Some(pb::Question {
+                model: model.into(),
+                ..tokens(9)
+            }),
+            ..pb::AddRequestRequest::default()
+        };
+        let answer = site.client.clone().add_request(call_request).await;
+        assert_eq!(
+            answer.err().map(|status| status.code()),
+            code,
+            "{model} on {worker}"
+        );
+    }
+    assert_eq!(site.load().await.2, 1);
+}
+
+#[tokio::test]
+async fn excess_bookings_are_rejected_with_retry_after() {
+    let few = ApiSite::start(
+        "listeners: {api: {address: '127.0.0.1:0', max_bookings: 1}}\n",
+        &[worker(1, "")],
+    )
+    .await;
+    few.route(book("a", 0, 9)).await.unwrap();
+    let full = few.route(book("b", 0, 9)).await.unwrap_err();
+    assert_eq!(full.code(), Code::ResourceExhausted);
+    assert_eq!(full.metadata().get("retry-after").unwrap(), "1");
+    assert_eq!(few.load().await.2, 1, "what was chosen for it is released");
+
+    let hurried = ApiSite::start(
+        "queue: {prefill_busy_threshold: 1, timeout: 50ms}\n",
+        &[worker(1, "")],
+    )
+    .await;
+    hurried.route(book("a", 0, 9)).await.unwrap();
+    let late = hurried.route(book("b", 0, 9)).await.unwrap_err();
+    assert_eq!(late.code(), Code::ResourceExhausted, "{late:?}");
+    assert!(late.metadata().contains_key("retry-after"));
+
+    hurried.list(&["[]".to_owned()]);
+    hurried
+        .until(
+            "nobody left",
+            |page| page["members"].as_array().is_some_and(Vec::is_empty),
+            "debug/fleet",
+        )
+        .await;
+    let unroutable = hurried.route(book("b", 0, 9)).await.unwrap_err();
+    assert_eq!(unroutable.code(), Code::Unavailable, "{unroutable:?}");
+}
+
+#[tokio::test]
+async fn body_is_tokenized_like_the_engine() {
+    let site = site_with_tokenizer().await;
+    let chat =
+        r#"{"model":"qwen2.5","messages":[{"role":"user","content":"Why is the sky blue?"}]}"#;
+    let answer = site
+        .route(ask(body("/v1/chat/completions", chat)))
+        .await
+        .unwrap();
+    assert_eq!(
+        (
+            answer.model.as_str(),
+            answer.decode.as_ref().unwrap().worker
+        ),
+        ("qwen2.5", rank(1))
+    );
+    let tokenized = &answer.prompts[0];
+    assert_eq!(
+        (
+            tokenized.token_ids.len() as u64,
+            tokenized.local_hashes.len()
+        ),
+        (tokenized.tokens, tokenized.tokens as usize / 4)
+    );
+    // The returned tokens hash to the same blocks.
+    let prompt = Some(Prompt::Tokens(pb::Tokens {
+        ids: tokenized.token_ids.clone(),
+    }));
+    let again = site
+        .route(ask(pb::Question {
+            model: "qwen2.5".into(),
+            ..question(prompt)
+        }))
+        .await
+        .unwrap();
+    assert_eq!(&again.prompts[0], tokenized);
+}
+
+#[tokio::test]
+async fn model_without_tokenizer_is_routed_by_load() {
+    let site = site_with_tokenizer().await;
+    // With two models the query must name one.
+    let bare = site
+        .route(ask(body(
+            "/v1/completions",
+            r#"{"model":"bare","prompt":"x"}"#,
+        )))
+        .await
+        .unwrap();
+    assert_eq!(
+        (bare.mode(), bare.reason.as_str(), bare.prompts.len()),
+        (pb::Mode::LoadOnly, "no_tokenizer", 0)
+    );
+    refused(
+        "no model",
+        site.route(ask(tokens(9))).await,
+        Code::InvalidArgument,
+    );
+}
+
+fn ask(question: pb::Question) -> pb::RouteRequest {
+    pb::RouteRequest {
+        question: Some(question),
+        with_tokens: true,
+        ..pb::RouteRequest::default()
+    }
+}
+
+/// Site of a model with a tokenizer and a model without.
+async fn site_with_tokenizer() -> ApiSite {
+    let root = env!("CARGO_MANIFEST_DIR");
+    let models = format!(
+        "models:\n- {{name: qwen2.5, block_size: 4, tokenizer: \
+        '{root}/examples/models/qwen2.5/tokenizer.json.gz',\n   \
+         tokenizer_config: '{root}/examples/models/qwen2.5/tokenizer_config.json'}}\n- {{name: bare, block_size: 4}}\n"
+    );
+    ApiSite::start(
+        &models,
+        &[worker(1, ", model: qwen2.5"), worker(2, ", model: bare")],
+    )
+    .await
+}

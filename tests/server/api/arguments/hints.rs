@@ -1,0 +1,200 @@
+//! Hints of callers.
+
+use super::*;
+
+/// Hints that no worker satisfies, and their expected statuses.
+fn bad_wishes() -> Vec<(&'static str, pb::Wishes, Code)> {
+    let mut wishes = bad_constraints();
+    wishes.extend(bad_numbers());
+    wishes
+}
+
+/// Constraints that no worker satisfies.
+fn bad_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
+    let pin = |worker_id, dp_rank| Some(pb::Pin { worker_id, dp_rank });
+    let none = pb::Wishes::default;
+    let allowed = |ids: &[u64]| Some(pb::AllowedWorkers { ids: ids.to_vec() });
+    vec![
+        (
+            "an unknown pin",
+            pb::Wishes {
+                pin: pin(9, None),
+                ..none()
+            },
+            Code::NotFound,
+        ),
+        (
+            "an unknown rank",
+            pb::Wishes {
+                pin: pin(1, Some(5)),
+                ..none()
+            },
+            Code::NotFound,
+        ),
+        (
+            "no rank of two",
+            pb::Wishes {
+                pin: pin(2, None),
+                ..none()
+            },
+            Code::InvalidArgument,
+        ),
+        (
+            "a pin that is not allowed",
+            pb::Wishes {
+                pin: pin(1, None),
+                allowed_workers: allowed(&[2]),
+                ..none()
+            },
+            Code::InvalidArgument,
+        ),
+        (
+            "no worker allowed",
+            pb::Wishes {
+                allowed_workers: allowed(&[]),
+                ..none()
+            },
+            Code::FailedPrecondition,
+        ),
+        (
+            "a taint",
+            pb::Wishes {
+                required_taints: vec!["x".into()],
+                ..none()
+            },
+            Code::FailedPrecondition,
+        ),
+    ]
+}
+
+/// Numbers outside their range.
+fn bad_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
+    let none = pb::Wishes::default;
+    let overrides = |set: pb::Overrides| pb::Wishes {
+        overrides: Some(set),
+        ..none()
+    };
+    let priority = |jump| pb::Wishes {
+        priority: Some(pb::Priority {
+            jump,
+            ..pb::Priority::default()
+        }),
+        ..none()
+    };
+    vec![
+        (
+            "no number",
+            pb::Wishes {
+                preferred_taints: [("x".to_owned(), f64::NAN)].into(),
+                ..none()
+            },
+            Code::InvalidArgument,
+        ),
+        ("going back", priority(-1.0), Code::InvalidArgument),
+        ("for ever", priority(f64::INFINITY), Code::InvalidArgument),
+        (
+            "less than nothing",
+            overrides(pb::Overrides {
+                overlap_score_credit: Some(-1.0),
+                ..pb::Overrides::default()
+            }),
+            Code::InvalidArgument,
+        ),
+        (
+            "more than all",
+            overrides(pb::Overrides {
+                shared_cache_multiplier: Some(2.0),
+                ..pb::Overrides::default()
+            }),
+            Code::InvalidArgument,
+        ),
+    ]
+}
+
+/// Site of two workers, of which the second has a taint and two ranks.
+async fn site_with_taint() -> ApiSite {
+    let tainted = worker(2, ", taints: [fast], data_parallel: {size: 2}");
+    ApiSite::start("", &[worker(1, ""), tainted]).await
+}
+
+#[tokio::test]
+async fn impossible_hints_are_rejected() {
+    let site = site_with_taint().await;
+    for (what, wishes, code) in bad_wishes() {
+        for call_request in [
+            book("r", 0, 9),
+            pb::RouteRequest {
+                book: None,
+                ..book("r", 0, 9)
+            },
+        ] {
+            refused(
+                what,
+                site.route(pb::RouteRequest {
+                    wishes: Some(wishes.clone()),
+                    ..call_request
+                })
+                .await,
+                code,
+            );
+        }
+    }
+    let session = Some(pb::Session::default());
+    refused(
+        "no id",
+        site.route(pb::RouteRequest {
+            session,
+            ..book("r", 0, 9)
+        })
+        .await,
+        Code::InvalidArgument,
+    );
+    assert_eq!(site.load().await, (0, 0, 0));
+}
+
+#[tokio::test]
+async fn hints_select_the_worker() {
+    let site = site_with_taint().await;
+    let none = pb::Wishes::default;
+    let pin = Some(pb::Pin {
+        worker_id: 2,
+        dp_rank: Some(1),
+    });
+    let good = [
+        (pb::Wishes { pin, ..none() }, 2),
+        (
+            pb::Wishes {
+                allowed_workers: Some(pb::AllowedWorkers { ids: vec![1] }),
+                ..none()
+            },
+            1,
+        ),
+        (
+            pb::Wishes {
+                required_taints: vec!["fast".into()],
+                ..none()
+            },
+            2,
+        ),
+        (
+            pb::Wishes {
+                preferred_taints: [("fast".to_owned(), -1.0)].into(),
+                ..none()
+            },
+            1,
+        ),
+    ];
+    for (wishes, worker) in good {
+        let call_request = pb::RouteRequest {
+            wishes: Some(wishes.clone()),
+            book: None,
+            ..book("", 0, 9)
+        };
+        let answer = site.route(call_request).await.unwrap();
+        assert_eq!(
+            answer.decode.unwrap().worker.unwrap().worker_id,
+            worker,
+            "{wishes:?}"
+        );
+    }
+}

@@ -1,0 +1,313 @@
+//! A running process with the gRPC service, and engines that only publish events.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tonic::transport::Channel;
+use warmroute::api::pb;
+use warmroute::api::pb::router_client::RouterClient;
+use warmroute::config::Config;
+use warmroute::server::App;
+use warmroute_testbed::merge_config;
+use zeromq::{PubSocket, Socket, SocketSend};
+
+/// Upper bound for all waits; a failing test ends here.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A running process.
+pub(crate) struct ApiSite {
+    pub(crate) client: RouterClient<Channel>,
+    pub(crate) api: SocketAddr,
+    admin: SocketAddr,
+    dir: TempDir,
+    shutdown: CancellationToken,
+    running: JoinHandle<anyhow::Result<()>>,
+}
+
+impl ApiSite {
+    /// Two workers without events, blocks of 4 tokens.
+    pub(crate) async fn plain() -> Self {
+        Self::start("", &[worker(1, ""), worker(2, "")]).await
+    }
+
+    /// Starts a process; `more` is added to the configuration.
+    pub(crate) async fn start(more: &str, workers: &[String]) -> Self {
+        let site = Self::begin(more, workers).await;
+        // A query before the first fleet is published returns no fleet.
+        site.until("ready", |page| page["ready"] == true, "readyz")
+            .await;
+        site
+    }
+
+    /// Starts a process without waiting for readiness.
+    pub(crate) async fn begin(more: &str, workers: &[String]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = json!({
+            "listeners": {
+                "ext_proc": {"address": "127.0.0.1:0"},
+                "admin": {"address": "127.0.0.1:0"},
+                "api": {"address": "127.0.0.1:0"},
+            },
+            "models": [{"name": "m", "aliases": ["alias"], "adapters": ["tuned"], "block_size": 4}],
+            "workers": {"file": "workers.yaml"},
+            "process": {"drain": {"grace_period": "0s"}},
+        });
+        if !more.trim().is_empty() {
+            merge_config(&mut config, &serde_saphyr::from_str(more).unwrap());
+        }
+        let path = dir.path().join("warmroute.yaml");
+        std::fs::write(&path, config.to_string()).unwrap();
+        std::fs::write(dir.path().join("workers.yaml"), workers.concat()).unwrap();
+        let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
+        let app = App::start(config).await.unwrap();
+        let admin = app.admin_address;
+        let api = app.api_address.unwrap();
+        let shutdown = CancellationToken::new();
+        let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
+        let client = RouterClient::connect(format!("http://{api}"))
+            .await
+            .unwrap();
+        Self {
+            client,
+            api,
+            admin,
+            dir,
+            shutdown,
+            running,
+        }
+    }
+
+    pub(crate) fn workers_file(&self) -> PathBuf {
+        self.dir.path().join("workers.yaml")
+    }
+
+    /// Replaces the list of workers.
+    pub(crate) fn list(&self, workers: &[String]) {
+        let new = self.dir.path().join("workers.new");
+        std::fs::write(&new, workers.concat()).unwrap();
+        std::fs::rename(new, self.workers_file()).unwrap();
+    }
+
+    pub(crate) async fn page(&self, page: &str) -> String {
+        let client = warmroute_runtime::tls::http_client_builder()
+            .build()
+            .unwrap();
+        client
+            .get(format!("http://{}/{page}", self.admin))
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap()
+    }
+
+    /// Waits until a page satisfies a condition. The page is JSON if it parses, else text.
+    pub(crate) async fn until(&self, what: &str, pleases: impl Fn(&Value) -> bool, page: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let text = self.page(page).await;
+            let found = serde_json::from_str(&text).unwrap_or(Value::String(text));
+            if pleases(&found) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "never {what}: {found}");
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Waits until this number of requests is queued.
+    pub(crate) async fn waiting(&self, requests: u32) {
+        let line = |page: &Value| {
+            let line = page
+                .as_str()?
+                .lines()
+                .find(|line| line.starts_with("warmroute_queue_requests{"))?;
+            line.rsplit(' ').next()?.parse::<u32>().ok()
+        };
+        self.until(
+            &format!("{requests} wait"),
+            |page| line(page).unwrap_or(0) == requests,
+            "metrics",
+        )
+        .await;
+    }
+
+    /// Returns prefill tokens, blocks and requests of all workers.
+    pub(crate) async fn load(&self) -> (u64, u64, u64) {
+        let answer = self
+            .client
+            .clone()
+            .potential_loads(pb::PotentialLoadsRequest::default())
+            .await
+            .unwrap();
+        let add = |sum: (u64, u64, u64), load: &pb::PotentialLoad| {
+            (
+                sum.0 + load.active_prefill_tokens,
+                sum.1 + load.active_decode_blocks,
+                sum.2 + load.active_requests,
+            )
+        };
+        answer.into_inner().ranks.iter().fold((0, 0, 0), add)
+    }
+
+    /// Waits until the load of all workers is this.
+    pub(crate) async fn loaded(&self, expected: (u64, u64, u64)) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let load = self.load().await;
+            if load == expected {
+                return;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "the load is {load:?} and never {expected:?}"
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    pub(crate) async fn route(
+        &self,
+        call_request: pb::RouteRequest,
+    ) -> Result<pb::RouteResponse, Status> {
+        self.client
+            .clone()
+            .route(call_request)
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    pub(crate) async fn free(&self, id: &str, number: u64) -> bool {
+        let call_request = pb::FreeRequest {
+            attempt: attempt(id, number),
+            status: None,
+        };
+        self.client
+            .clone()
+            .free(call_request)
+            .await
+            .unwrap()
+            .into_inner()
+            .changed
+    }
+
+    pub(crate) async fn overlaps(&self, question: pb::Question) -> Vec<pb::OverlapScore> {
+        let call_request = pb::OverlapScoresRequest {
+            question: Some(question),
+            ..Default::default()
+        };
+        self.client
+            .clone()
+            .overlap_scores(call_request)
+            .await
+            .unwrap()
+            .into_inner()
+            .ranks
+    }
+
+    /// Requests the shutdown.
+    pub(crate) fn stop(&self) {
+        self.shutdown.cancel();
+    }
+
+    /// Waits for the exit.
+    pub(crate) async fn stopped(self) {
+        timeout(PATIENCE, self.running)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
+    }
+}
+
+/// One entry of the list of workers.
+pub(crate) fn worker(id: u32, more: &str) -> String {
+    format!("- {{id: {id}, endpoint: '10.0.0.{id}:8000'{more}}}\n")
+}
+
+pub(crate) fn attempt(id: &str, number: u64) -> Option<pb::Attempt> {
+    Some(pb::Attempt {
+        id: id.to_owned(),
+        number,
+    })
+}
+
+pub(crate) fn rank(worker_id: u64) -> Option<pb::WorkerRank> {
+    Some(pb::WorkerRank {
+        worker_id,
+        dp_rank: 0,
+    })
+}
+
+/// A prompt of the first `n` tokens.
+pub(crate) fn tokens(count: u32) -> pb::Question {
+    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+        ids: (0..count).collect(),
+    });
+    pb::Question {
+        prompt: Some(prompt),
+        ..pb::Question::default()
+    }
+}
+
+/// Routes and books a prompt of the first `n` tokens under the id.
+pub(crate) fn book(id: &str, number: u64, count: u32) -> pb::RouteRequest {
+    pb::RouteRequest {
+        question: Some(tokens(count)),
+        book: attempt(id, number),
+        ..pb::RouteRequest::default()
+    }
+}
+
+/// An engine that publishes KV events and serves no requests.
+pub(crate) struct StubEngine {
+    socket: PubSocket,
+    pub(crate) endpoint: String,
+    sent: u64,
+}
+
+impl StubEngine {
+    pub(crate) async fn start() -> Self {
+        let mut socket = PubSocket::new();
+        let endpoint = socket.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+        Self {
+            socket,
+            endpoint,
+            sent: 0,
+        }
+    }
+
+    /// Its entry in the list of workers.
+    pub(crate) fn listed(&self) -> String {
+        format!(", kv_events: {{endpoint: '{}'}}", self.endpoint)
+    }
+
+    /// Sequence number of the last published batch.
+    pub(crate) fn last(&self) -> u64 {
+        self.sent - 1
+    }
+
+    /// Stores the blocks of the first `n` tokens, with engine hashes from `first` on.
+    pub(crate) async fn store(&mut self, first: u64, count: u32) {
+        let names: Vec<u64> = (first..first + u64::from(count / 4)).collect();
+        let ids: Vec<u32> = (0..count).collect();
+        let batch = (1.5, [("BlockStored", names, None::<u64>, ids, 4_u32)], 0);
+        let payload = rmp_serde::to_vec(&batch).unwrap();
+        let frames = vec![
+            Bytes::new(),
+            Bytes::copy_from_slice(&self.sent.to_be_bytes()),
+            Bytes::from(payload),
+        ];
+        self.sent += 1;
+        self.socket.send(frames.try_into().unwrap()).await.unwrap();
+    }
+}

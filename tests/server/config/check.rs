@@ -1,0 +1,242 @@
+//! The command `warmroute check`.
+
+use super::*;
+
+fn check(path: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_warmroute"))
+        .args(["check", "--config"])
+        .arg(path)
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn check_prints_the_resolved_configuration() {
+    let path = data("valid/least.yaml");
+    // Its tokenizer is an empty object, which cannot be loaded.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+    let output = command
+        .args(["check", "--fast", "--config"])
+        .arg(&path)
+        .output()
+        .unwrap();
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
+    assert_eq!(
+        String::from_utf8(output.stdout).unwrap(),
+        Config::load(&path).unwrap().to_yaml().unwrap()
+    );
+}
+
+#[test]
+fn check_accepts_the_flags_of_serve() {
+    let check = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        command
+            .args(["check", "--fast"])
+            .args(flags)
+            .output()
+            .unwrap()
+    };
+    let output = check(&[
+        "--pool-name",
+        "qwen",
+        "--pool-namespace",
+        "inference",
+        "--grpc-port",
+        "9008",
+    ]);
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
+    let resolved = String::from_utf8(output.stdout).unwrap();
+    for line in [
+        "name: qwen",
+        "namespace: inference",
+        "address: 0.0.0.0:9008",
+    ] {
+        assert!(resolved.contains(line), "{line}: {resolved}");
+    }
+    let output = check(&["--pool-name", ""]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+#[test]
+fn check_warns_of_probable_mistakes() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("warmroute.yaml");
+    let prefill = "- {id: 1, endpoint: '10.0.0.1:80', role: prefill}\n- {id: 2, endpoint: '10.0.0.2:80', role: decode}\n";
+    fs::write(dir.path().join("workers.yaml"), prefill).unwrap();
+    for (prefill, warning) in [
+        ("", "no request is prefilled there"),
+        (", prefill: {mode: call}", ""),
+    ] {
+        fs::write(
+            &file,
+            format!("models: [{{name: m{prefill}}}]\nworkers: {{file: workers.yaml}}\n"),
+        )
+        .unwrap();
+        let output = check(&file);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(
+            (output.status.code(), stderr.lines().count()),
+            (Some(0), usize::from(!warning.is_empty())),
+            "{stderr}"
+        );
+        assert!(
+            stderr.contains(warning)
+                && (stderr.is_empty() || stderr.starts_with("warning: model m: ")),
+            "{stderr}"
+        );
+    }
+}
+
+fn model_file(name: &str) -> PathBuf {
+    Path::new(ROOT).join("examples/models/qwen2.5").join(name)
+}
+
+/// Configuration in a folder with copies of some files of a model.
+fn configured_with(dir: &Path, files: &[&str], tokenizer: &str) -> PathBuf {
+    for name in files {
+        fs::copy(model_file(name), dir.join(name)).unwrap();
+    }
+    let file = dir.join("w.yaml");
+    let workers = "workers: {list: [{id: 1, endpoint: '10.0.0.1:8000'}]}";
+    fs::write(
+        &file,
+        format!("models:\n  - name: m\n    tokenizer: {tokenizer}\n{workers}\n"),
+    )
+    .unwrap();
+    file
+}
+
+#[test]
+fn check_rejects_tokenizers_that_serve_rejects() {
+    type FileDamage = fn(&Path);
+    let all = ["tokenizer.json.gz", "tokenizer_config.json", "config.json"];
+    let cases: [(&[&str], &str, FileDamage, &str); 4] = [
+        (
+            &all,
+            "tokenizer_config.json",
+            |_| (),
+            "is not a tokenizer.json: it has no `model`; did you mean",
+        ),
+        (
+            &all,
+            "tokenizer.json.gz",
+            |dir| fs::write(dir.join("tokenizer.json.gz"), "").unwrap(),
+            "the file is empty",
+        ),
+        (
+            &all[..2],
+            "tokenizer.json.gz",
+            |_| (),
+            "copy the model's config.json next to",
+        ),
+        (
+            &all,
+            "tokenizer.json.gz",
+            |dir| fs::write(dir.join("chat_template.jinja"), "{% if %}").unwrap(),
+            "chat template `default`",
+        ),
+    ];
+    for (files, tokenizer, damage, expected) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let file = configured_with(dir.path(), files, tokenizer);
+        damage(dir.path());
+        let output = check(&file);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(
+            (output.status.code(), stderr.lines().count()),
+            (Some(2), 1),
+            "{stderr}"
+        );
+        assert!(
+            stderr.starts_with(&format!("{}:3:16: ", file.display())) && stderr.contains(expected),
+            "{stderr}"
+        );
+        assert!(output.stdout.is_empty());
+        let mut fast = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        fast.args(["check", "--fast", "--config"]).arg(&file);
+        assert_eq!(
+            fast.output().unwrap().status.code(),
+            Some(0),
+            "--fast does not load tokenizers"
+        );
+    }
+}
+
+#[test]
+fn check_warns_of_a_missing_chat_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = configured_with(
+        dir.path(),
+        &["tokenizer.json.gz", "config.json"],
+        "tokenizer.json.gz",
+    );
+    let settings: Value =
+        serde_json::from_slice(&fs::read(model_file("tokenizer_config.json")).unwrap()).unwrap();
+    let write = |settings: &Value| {
+        fs::write(
+            dir.path().join("tokenizer_config.json"),
+            settings.to_string(),
+        )
+        .unwrap()
+    };
+    write(&settings);
+    let output = check(&file);
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).as_ref()
+        ),
+        (Some(0), "")
+    );
+    let mut without = settings;
+    without
+        .as_object_mut()
+        .unwrap()
+        .remove("chat_template")
+        .unwrap();
+    write(&without);
+    let output = check(&file);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert!(
+        stderr.starts_with("warning: model m: it has no chat template")
+            && stderr.lines().count() == 1,
+        "{stderr}"
+    );
+}
+
+#[test]
+fn check_exits_with_two_and_one_line_per_error() {
+    for name in ["unknown_keys", "workers", "workers_file_broken", "not_yaml"] {
+        let path = data("broken").join(name).with_extension("yaml");
+        let output = check(&path);
+        let lines: String = Config::load(&path)
+            .unwrap_err()
+            .iter()
+            .map(|error| format!("{error}\n"))
+            .collect();
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), lines);
+        assert!(output.stdout.is_empty());
+    }
+    let output = check(Path::new("/no/such/warmroute.yaml"));
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        String::from_utf8(output.stderr)
+            .unwrap()
+            .starts_with("/no/such/warmroute.yaml: the file cannot be read")
+    );
+}

@@ -1,0 +1,172 @@
+//! Changes of the workers file.
+
+use super::*;
+
+/// Watched workers file in its own folder. The watch ends by drop.
+struct WatchedFile {
+    folder: tempfile::TempDir,
+    fleet: watch::Receiver<Vec<u64>>,
+    metrics: Arc<Metrics>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for WatchedFile {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+const NEVER: Period = Period::seconds(3600);
+
+impl WatchedFile {
+    /// Watches `workers.yaml`, which `create_files` has created in the folder.
+    fn start(poll: Period, create_files: impl FnOnce(&Path)) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        create_files(folder.path());
+        let (report, fleet) = watch::channel(Vec::new());
+        let metrics = Arc::new(Metrics::new());
+        let model = WorkerModel {
+            name: "m".into(),
+            block_size: BlockSize::new(16).unwrap(),
+            uses_bootstrap: false,
+        };
+        let watched = WorkersFile {
+            path: folder.path().join("workers.yaml"),
+            models: vec![model],
+            settings: DiscoveryConfig {
+                poll_interval: poll,
+                debounce: Period::millis(10),
+            },
+        };
+        let watch_future = file::watch(watched, Arc::clone(&metrics), move |workers| {
+            report.send_replace(workers.iter().map(|worker| worker.id.0).collect());
+        });
+        let task = tokio::spawn(async move {
+            watch_future.await;
+        });
+        Self {
+            folder,
+            fleet,
+            metrics,
+            task,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn rename_into_place(&self, text: &str) {
+        fs::write(self.path("next"), text).unwrap();
+        fs::rename(self.path("next"), self.path("workers.yaml")).unwrap();
+    }
+
+    async fn fleet_is(&mut self, ids: &[u64]) {
+        let waiting = tokio::time::timeout(DEADLINE, self.fleet.wait_for(|fleet| fleet == ids));
+        let reached = matches!(waiting.await, Ok(Ok(_)));
+        assert!(
+            reached,
+            "the fleet is {:?}, not {ids:?}",
+            *self.fleet.borrow()
+        );
+    }
+
+    fn reloads(&self, outcome: &'static str) -> u64 {
+        self.metrics
+            .workers
+            .file_reloads
+            .get_or_create(&OutcomeLabel { outcome })
+            .get()
+    }
+
+    async fn valid_is(&self, valid: i64) {
+        let reached = async {
+            while self.metrics.workers.file_last_reload_successful.get() != valid {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, reached)
+            .await
+            .expect("the file's validity does not change");
+    }
+}
+
+fn list(ids: &[u64]) -> String {
+    ids.iter()
+        .map(|id| format!("- {{id: {id}, endpoint: '10.0.0.{id}:8000'}}\n"))
+        .collect()
+}
+
+#[tokio::test]
+async fn rename_and_write_are_detected_without_polling() {
+    let mut watched = WatchedFile::start(NEVER, |folder| {
+        fs::write(folder.join("workers.yaml"), list(&[1])).unwrap()
+    });
+    watched.fleet_is(&[1]).await;
+    watched.rename_into_place(&list(&[1, 2]));
+    watched.fleet_is(&[1, 2]).await;
+    fs::write(watched.path("workers.yaml"), list(&[3])).unwrap();
+    watched.fleet_is(&[3]).await;
+    assert_eq!(watched.reloads("invalid"), 0);
+}
+
+#[tokio::test]
+async fn invalid_or_deleted_file_retains_the_fleet() {
+    let mut watched = WatchedFile::start(NEVER, |folder| {
+        fs::write(folder.join("workers.yaml"), list(&[1, 2])).unwrap()
+    });
+    watched.fleet_is(&[1, 2]).await;
+    watched.rename_into_place("- {id: 3, endpoint: '10.0.0.3:8000'}\n- {id: 4, endpoin");
+    watched.valid_is(0).await;
+    assert_eq!(*watched.fleet.borrow(), [1, 2]);
+    watched.rename_into_place(&list(&[3, 4]));
+    watched.fleet_is(&[3, 4]).await;
+    watched.valid_is(1).await;
+    fs::remove_file(watched.path("workers.yaml")).unwrap();
+    watched.valid_is(0).await;
+    assert_eq!(*watched.fleet.borrow(), [3, 4]);
+    watched.rename_into_place(&list(&[5]));
+    watched.fleet_is(&[5]).await;
+    assert_eq!(watched.reloads("applied"), 3);
+}
+
+#[tokio::test]
+async fn file_created_later_is_detected() {
+    let mut watched = WatchedFile::start(NEVER, |_| ());
+    watched.valid_is(0).await;
+    watched.rename_into_place(&list(&[1]));
+    watched.fleet_is(&[1]).await;
+}
+
+#[tokio::test]
+async fn config_map_symlink_swap_is_detected() {
+    let version = |folder: &Path, name: &str, ids: &[u64]| {
+        fs::create_dir(folder.join(name)).unwrap();
+        fs::write(folder.join(name).join("workers.yaml"), list(ids)).unwrap();
+    };
+    let mut watched = WatchedFile::start(NEVER, |folder| {
+        version(folder, "..v1", &[1]);
+        symlink("..v1", folder.join("..data")).unwrap();
+        symlink("..data/workers.yaml", folder.join("workers.yaml")).unwrap();
+    });
+    watched.fleet_is(&[1]).await;
+    version(watched.folder.path(), "..v2", &[2, 3]);
+    symlink("..v2", watched.path("..data_tmp")).unwrap();
+    fs::rename(watched.path("..data_tmp"), watched.path("..data")).unwrap();
+    fs::remove_dir_all(watched.path("..v1")).unwrap();
+    watched.fleet_is(&[2, 3]).await;
+}
+
+#[tokio::test]
+async fn change_without_notification_is_found_by_polling() {
+    let other_folder = tempfile::tempdir().unwrap();
+    let target = other_folder.path().join("list.yaml");
+    fs::write(&target, list(&[1])).unwrap();
+    let mut watched = WatchedFile::start(Period::millis(20), |folder| {
+        symlink(&target, folder.join("workers.yaml")).unwrap()
+    });
+    watched.fleet_is(&[1]).await;
+    fs::write(other_folder.path().join("next"), list(&[2])).unwrap();
+    fs::rename(other_folder.path().join("next"), &target).unwrap();
+    watched.fleet_is(&[2]).await;
+}

@@ -1,0 +1,77 @@
+//! Transcripts of exchanges: the messages of a gateway and the expected replies, row by row from
+//! the endpoint picker's reference tests and from measurements of Envoy. Each file of
+//! `tests/golden/exchanges` has a configuration and a script. The script is played to a whole
+//! process over a socket, and the replies are compared in every field. Intended differences from
+//! the reference are explained in the file. `rows.json` names the test of every row.
+
+mod compare;
+mod damage;
+mod gateway;
+mod play;
+mod protocol;
+mod raw;
+mod script;
+mod site;
+mod table;
+mod wire;
+
+use std::fmt::Write as _;
+
+use futures_util::{StreamExt as _, stream};
+use play::PlaybackResult;
+use script::ExchangeScript;
+use tokio::sync::OnceCell;
+
+/// A transcript, with the result of its playback or the error.
+type TranscriptRun = (String, ExchangeScript, Result<PlaybackResult, String>);
+
+/// Every transcript, played once for all tests.
+async fn games() -> &'static [TranscriptRun] {
+    static GAMES: OnceCell<Vec<TranscriptRun>> = OnceCell::const_new();
+    let play_all = || async {
+        let scripts = stream::iter(ExchangeScript::all());
+        // Each on its own task, so that a panic is reported like a mismatch.
+        let games = scripts.map(|(name, script)| async {
+            let task = tokio::spawn({
+                let script = script.clone();
+                async move { play::play(&script).await }
+            });
+            (
+                name,
+                script,
+                task.await
+                    .map_err(|panicked| format!("could not be played: {panicked}")),
+            )
+        });
+        games.buffered(8).collect().await
+    };
+    GAMES.get_or_init(play_all).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_exchange_matches_its_transcript() {
+    let mut report = String::new();
+    let mut failed = 0;
+    for (name, script, played) in games().await {
+        let wrong = match played {
+            Ok(played) => played.wrong(script),
+            Err(why) => vec![why.clone()],
+        };
+        let verdict = if wrong.is_empty() { "passed" } else { "FAILED" };
+        println!("{verdict}  {name}  {}", script.row);
+        if let Some(differs) = &script.differs {
+            println!("        differs: {differs}");
+        }
+        if !wrong.is_empty() {
+            failed += 1;
+            writeln!(
+                report,
+                "\n{name} ({}):\n  {}",
+                script.row,
+                wrong.join("\n  ")
+            )
+            .unwrap();
+        }
+    }
+    assert_eq!(failed, 0, "transcripts that went otherwise:\n{report}");
+}

@@ -1,0 +1,167 @@
+//! Properties of a gateway's call beside its messages: the authority selects the pool, and headers
+//! show the source of a 503.
+
+use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
+use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::Streaming;
+use tonic::transport::Channel;
+
+use crate::exchanges::site::{ExchangeSite, PATIENCE};
+use crate::exchanges::wire;
+
+const ENDPOINT: &str = "x-gateway-destination-endpoint";
+
+/// One exchange of a gateway.
+struct GatewayExchange {
+    sender: mpsc::UnboundedSender<ProcessingRequest>,
+    replies: Streaming<ProcessingResponse>,
+}
+
+impl GatewayExchange {
+    /// Sends a request without a body, and returns the endpoint of its route.
+    async fn start(mut gateway: ExternalProcessorClient<Channel>) -> (Self, String) {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let headers = json!({":method": "POST", ":path": "/v1/completions"});
+        sender
+            .send(wire::request(
+                &json!({"request_headers": {"headers": headers, "end_of_stream": true}}),
+            ))
+            .unwrap();
+        let replies = gateway
+            .process(UnboundedReceiverStream::new(receiver))
+            .await
+            .unwrap()
+            .into_inner();
+        let mut call = Self { sender, replies };
+        let reply = call.reply().await;
+        let endpoint = reply["dynamic_metadata"]["envoy.lb"][ENDPOINT].as_str();
+        let endpoint = endpoint
+            .unwrap_or_else(|| panic!("no route: {reply}"))
+            .to_owned();
+        (call, endpoint)
+    }
+
+    async fn reply(&mut self) -> Value {
+        let reply = timeout(PATIENCE, self.replies.message())
+            .await
+            .expect("a reply");
+        wire::reply(reply.unwrap().expect("a reply"))
+    }
+
+    async fn respond(mut self, headers: &Value) {
+        self.sender
+            .send(wire::request(
+                &json!({"response_headers": {"headers": headers}}),
+            ))
+            .unwrap();
+        self.reply().await;
+    }
+}
+
+fn workers(pools: &[&str]) -> Value {
+    let worker = |(number, pool): (usize, &&str)| {
+        let endpoint = format!("192.168.1.{}:8000", number + 1);
+        json!({"id": number + 1, "endpoint": endpoint, "taints": [format!("pool={pool}")]})
+    };
+    pools.iter().enumerate().map(worker).collect()
+}
+
+fn configuration(workers: &Value) -> Value {
+    json!({
+        "models": [{"name": "m", "block_size": 16}],
+        "workers": {"list": workers},
+        "engines": {"parity_check": {"enabled": false}, "discovery": {"enabled": false}},
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn authority_confines_requests_to_their_pool() {
+    let mut written = configuration(&workers(&["a", "b", "a", "b"]));
+    written["routing"]["pool_routes"] =
+        json!({"authorities": {"warmroute-a.inference": "a", "warmroute-b.inference": "b"}});
+    let site = ExchangeSite::start(&written).await;
+    for (authority, pool) in [
+        (
+            "warmroute-a.inference.svc:9002",
+            ["192.168.1.1:8000", "192.168.1.3:8000"],
+        ),
+        (
+            "warmroute-b.inference.svc.cluster.local:9002",
+            ["192.168.1.2:8000", "192.168.1.4:8000"],
+        ),
+    ] {
+        let gateway = site.gateway_with(authority).await;
+        let mut open = Vec::new();
+        for _ in 0..20 {
+            let (call, endpoint) = GatewayExchange::start(gateway.clone()).await;
+            assert!(pool.contains(&&*endpoint), "{authority}: {endpoint}");
+            // Open requests are load, so all workers of the pool are chosen.
+            open.push((call, endpoint));
+        }
+        assert!(
+            pool.iter()
+                .all(|worker| open.iter().any(|(_, endpoint)| endpoint == worker)),
+            "{authority}"
+        );
+    }
+    let mut seen = Vec::new();
+    for _ in 0..20 {
+        seen.push(GatewayExchange::start(site.gateway.clone()).await);
+    }
+    for pool in [
+        ["192.168.1.1:8000", "192.168.1.3:8000"],
+        ["192.168.1.2:8000", "192.168.1.4:8000"],
+    ] {
+        assert!(
+            seen.iter().any(|(_, endpoint)| pool.contains(&&**endpoint)),
+            "an authority without pool: any worker"
+        );
+    }
+    drop(seen);
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unmarked_503_ejects_no_worker() {
+    let mut written = configuration(&workers(&["a", "a", "a", "a"]));
+    written["routing"]["overload"] = json!({"backoff": "1ms"});
+    let site = ExchangeSite::start(&written).await;
+    let unmarked = json!({":status": "503", "content-type": "text/plain"});
+    let respond = async |headers: &Value| {
+        GatewayExchange::start(site.gateway.clone())
+            .await
+            .0
+            .respond(headers)
+            .await
+    };
+    let out = async || {
+        let page = site.page("metrics").await;
+        let line = page
+            .as_str()
+            .unwrap()
+            .lines()
+            .find(|line| line.starts_with("warmroute_ejected_workers"))
+            .unwrap();
+        line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    for _ in 0..40 {
+        respond(&unmarked).await;
+    }
+    assert_eq!(out().await, 0, "a gateway that suppresses its headers");
+
+    // From here on the gateway is known to mark the responses of workers.
+    respond(&json!({":status": "200", "x-envoy-upstream-service-time": "3"})).await;
+    for _ in 0..40 {
+        respond(&json!({":status": "503", "x-envoy-upstream-service-time": "3"})).await;
+    }
+    assert_eq!(out().await, 0, "the engines are overloaded");
+    for _ in 0..40 {
+        respond(&unmarked).await;
+    }
+    assert!(out().await > 0, "Envoy reaches no worker");
+    site.stop().await;
+}

@@ -1,0 +1,395 @@
+//! A deployment of eight engines with different caches and loads.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+use warmroute_testbed::deployment::{EngineSpec, LocalDeployment, MODEL};
+use warmroute_testbed::ports::until;
+
+use super::{captured_chat, explained, write};
+use crate::support::deployment::programs;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const CHAT: &str = "/v1/chat/completions";
+/// The engine that returns 503, and the two that never respond.
+const REFUSING: u64 = 8;
+const HANGING: [(u64, usize); 2] = [(6, 3), (7, 1)];
+
+struct ExplainDeployment {
+    stack: LocalDeployment,
+    http: reqwest::Client,
+    _dir: tempfile::TempDir,
+}
+
+impl ExplainDeployment {
+    async fn start() -> Self {
+        let dir = tempfile::Builder::new()
+            .prefix("warmroute-")
+            .tempdir()
+            .unwrap();
+        let specs: Vec<_> = (1..=8)
+            .map(|id| EngineSpec::new(id).with(&["--speed", "20"]))
+            .collect();
+        let mut stack = LocalDeployment::start_engines(&programs(), &specs, dir.path())
+            .await
+            .unwrap();
+        stack.write_workers().unwrap();
+        let config = json!({
+            "gateway": {"response_headers": {"worker": true, "prediction": true, "why": true}},
+            "requests": {"clients": {"trusted": true}, "limits": {"decision_timeout": "30s"}},
+            "routing": {
+                // Active requests have a cost, so every term is nonzero.
+                "weights": {"prefill_load_scale": 1, "decode_active_request_weight": 0.5},
+                "overload": {"backoff": "10m"},
+            },
+            "process": {"readiness": {"event_sources_timeout": "60s"}, "log": {"level": "debug"}},
+        });
+        stack.start_router(&config).await.unwrap();
+        let envoy = stack.envoy_setup().standalone_config().unwrap();
+        // Only the timeout differs, because the machine may be busy.
+        stack
+            .start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s"))
+            .await
+            .unwrap();
+        let http = warmroute_runtime::tls::http_client_builder()
+            .timeout(PATIENCE)
+            .build()
+            .unwrap();
+        Self {
+            stack,
+            http,
+            _dir: dir,
+        }
+    }
+
+    /// Pinned in the body: the shipped Envoy removes the header of clients.
+    fn pinned(&self, id: u64, body: &Value) -> reqwest::RequestBuilder {
+        let mut body = body.clone();
+        body["nvext"] = json!({"backend_instance_id": id});
+        self.http.post(self.stack.url(CHAT)).json(&body)
+    }
+
+    async fn misbehave(&self, id: u64, how: Value) {
+        let engine = self
+            .stack
+            .engines
+            .iter()
+            .find(|engine| engine.spec.id == id)
+            .unwrap();
+        let reported = self
+            .http
+            .post(engine.url("/sim/misbehave"))
+            .json(&how)
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(reported.status(), StatusCode::OK);
+    }
+
+    async fn waits(&self, what: &str, page: &str, holds: impl Fn(&Value) -> bool) {
+        let shown = until(PATIENCE, async || {
+            holds(&self.stack.debug_page(page).await.unwrap())
+        });
+        assert!(
+            shown.await,
+            "{what}: {}",
+            self.stack.debug_page(page).await.unwrap()
+        );
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.stack.router().unwrap().log()).unwrap()
+    }
+
+    /// Each engine caches more of the system prompt than the one before it; the seventh and eighth
+    /// cache none.
+    async fn warm(&self) {
+        let chat = captured_chat();
+        let system = chat["messages"][0]["content"].as_str().unwrap();
+        for id in 1..=6 {
+            let mut part = chat.clone();
+            part["messages"][0]["content"] = system[..system.len() * id as usize / 8].into();
+            part["messages"][1]["content"] = "Go on.".into();
+            let answer = self.pinned(id, &part).send().await.unwrap();
+            assert_eq!(
+                (
+                    answer.status(),
+                    answer.headers()["x-engine-id"].to_str().unwrap()
+                ),
+                (StatusCode::OK, &*id.to_string())
+            );
+            answer.bytes().await.unwrap();
+        }
+        let mut cached = 0;
+        for engine in &self.stack.engines {
+            let state: Value = self
+                .http
+                .get(engine.url("/sim/state"))
+                .send()
+                .await
+                .unwrap()
+                .json()
+                .await
+                .unwrap();
+            cached += state["ranks"][0]["cached"].as_array().unwrap().len();
+        }
+        assert!(cached > 60, "{cached}");
+        self.waits("the index holds what the engines hold", "index", |page| {
+            page["total"]["device"] == cached
+        })
+        .await;
+        self.waits("nothing is booked", "load", |page| requests(page) == 0)
+            .await;
+    }
+
+    /// Two engines never respond, one rejects requests.
+    async fn burden(&self) -> Vec<JoinHandle<()>> {
+        let mut held = Vec::new();
+        for (id, count) in HANGING {
+            self.misbehave(id, json!({"hang": true})).await;
+            for at in 0..count {
+                let words = format!("Number {at} for {id}: ").repeat(20);
+                let body =
+                    json!({"model": MODEL, "messages": [{"role": "user", "content": words}]});
+                let sending = self.pinned(id, &body).timeout(PATIENCE * 10).send();
+                held.push(tokio::spawn(async move { drop(sending.await) }));
+            }
+        }
+        self.waits("four requests are booked", "load", |page| {
+            requests(page) == 4
+        })
+        .await;
+        self.misbehave(REFUSING, json!({"refuse": 503})).await;
+        let refused = self
+            .pinned(REFUSING, &captured_chat())
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+        refused.bytes().await.unwrap();
+        self.waits("the refused request is gone", "load", |page| {
+            requests(page) == 4
+        })
+        .await;
+        held
+    }
+}
+
+fn requests(load: &Value) -> u64 {
+    load.as_array()
+        .unwrap()
+        .iter()
+        .map(|rank| rank["active_requests"].as_u64().unwrap())
+        .sum()
+}
+
+/// Parses `key=value key=value`.
+fn pairs(line: &str) -> BTreeMap<String, String> {
+    let pairs = line
+        .split_whitespace()
+        .filter_map(|pair| pair.split_once('='));
+    pairs
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect()
+}
+
+/// Asserts the short form of an explanation.
+fn short_of(report: &Value) -> BTreeMap<String, String> {
+    let [phase] = &report["phases"].as_array().unwrap()[..] else {
+        panic!("{report}")
+    };
+    let judged = phase["workers"].as_array().unwrap();
+    let won = judged
+        .iter()
+        .find(|judged| judged["rank"] == phase["winner"])
+        .unwrap();
+    let term = |name: &str| format!("{:.3}", won["cost"][name].as_f64().unwrap());
+    let candidates = judged
+        .iter()
+        .filter(|judged| judged["excluded"].is_null())
+        .count();
+    [
+        ("worker", rank_name(&won["rank"])),
+        ("cost", term("total")),
+        ("prefill", term("prefill_cost")),
+        ("decode", term("decode_cost")),
+        ("blocks", report["prompt_blocks"].to_string()),
+        ("device", won["overlap"]["device"].to_string()),
+        ("cached_tokens", won["cached_tokens"].to_string()),
+        ("candidates", candidates.to_string()),
+        ("ties", phase["ties"].to_string()),
+    ]
+    .map(|(key, value)| (key.to_owned(), value))
+    .into()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn explanation_matches_next_real_request() {
+    let deployment = ExplainDeployment::start().await;
+    deployment.warm().await;
+    let held = deployment.burden().await;
+
+    let body = write(
+        &deployment.stack.run_dir,
+        "body.json",
+        captured_chat().to_string(),
+    );
+    let admin = deployment.stack.admin_url("/");
+    let body = body.to_str().unwrap();
+    let json = explained(&["--admin", &admin, "--body", body, "--json"], b"").await;
+    let table = explained(&["--admin", &admin, "--body", body], b"").await;
+    print(&table);
+    let report: Value = serde_json::from_str(&json).unwrap();
+    check(&report, &table);
+    let load = deployment.stack.debug_page("load").await.unwrap();
+    assert_eq!(requests(&load), 4, "nothing is booked by asking: {load}");
+
+    let query = deployment
+        .http
+        .post(deployment.stack.url(CHAT))
+        .header("x-request-id", "the-next")
+        .json(&captured_chat());
+    let answer = query.send().await.unwrap();
+    let header = |name: &str| answer.headers()[name].to_str().unwrap().to_owned();
+    assert_eq!(
+        (answer.status(), header("x-warmroute-mode")),
+        (StatusCode::OK, "exact".to_owned())
+    );
+    let expected = short_of(&report);
+    assert_eq!(pairs(&header("x-warmroute-why")), expected);
+    assert_eq!(format!("{}/0", header("x-engine-id")), expected["worker"]);
+    assert_eq!(
+        header("x-warmroute-predicted-cached-tokens"),
+        expected["cached_tokens"]
+    );
+    assert_decision_is_logged(&deployment.log(), &header("x-warmroute-why"), &report);
+    let delivered: Value = answer.json().await.unwrap();
+    let cached = &delivered["usage"]["prompt_tokens_details"]["cached_tokens"];
+    assert_eq!(
+        cached.to_string(),
+        expected["cached_tokens"],
+        "cached tokens of the engine: {delivered}"
+    );
+    held.iter().for_each(JoinHandle::abort);
+}
+
+/// Checks the log line of the request against its explanation.
+fn assert_decision_is_logged(log: &str, why: &str, report: &Value) {
+    let line = log
+        .lines()
+        .find(|line| line.contains("routed worker=") && line.contains("the-next"));
+    print(&format!(
+        "x-warmroute-why: {why}\n{}",
+        line.unwrap_or_default()
+    ));
+    let logged = pairs(line.unwrap_or_else(|| panic!("{log}")));
+    for (key, value) in &short_of(report) {
+        assert_eq!(logged.get(key), Some(value), "{key} in {line:?}");
+    }
+    assert_eq!(
+        logged["prompt_tokens"],
+        report["prompt_tokens"].to_string(),
+        "{line:?}"
+    );
+    assert_eq!(logged["mode"].trim_matches('"'), "exact", "{line:?}");
+}
+
+/// Formats a worker rank as in tables and headers.
+fn rank_name(rank: &Value) -> String {
+    format!("{}/{}", rank["worker"].as_str().unwrap(), rank["rank"])
+}
+
+/// The states differ as prepared, and the table shows them.
+fn check(report: &Value, table: &str) {
+    let phase = &report["phases"][0];
+    let judged = phase["workers"].as_array().unwrap();
+    assert_eq!(judged.len(), 8);
+    let held: Vec<u64> = judged
+        .iter()
+        .map(|judged| judged["overlap"]["device"].as_u64().unwrap())
+        .collect();
+    assert!(
+        held[..6].windows(2).all(|pair| pair[0] < pair[1]),
+        "{held:?}"
+    );
+    for (id, count) in HANGING {
+        let load = &judged[id as usize - 1]["load"];
+        assert_eq!(load["active_requests"], count, "{load}");
+        assert!(
+            load["active_prefill_tokens"].as_u64().unwrap() > 100 * count as u64,
+            "{load}"
+        );
+    }
+    assert_eq!(judged[7]["excluded"], "is overloaded");
+    assert_eq!(
+        phase["winner"]["worker"], "5",
+        "the sixth engine caches more, but is busier: {table}"
+    );
+    assert_eq!(phase["runner_up"]["worker"], "4");
+    assert!(
+        report["sentence"]
+            .as_str()
+            .unwrap()
+            .contains("while 6/0 holds"),
+        "{report}"
+    );
+    for judged in judged {
+        assert_rows(judged, table);
+    }
+}
+
+/// Checks the two rows of a worker in the table.
+fn assert_rows(judged: &Value, table: &str) {
+    let name = rank_name(&judged["rank"]);
+    let rows: Vec<Vec<&str>> = table
+        .lines()
+        .filter(|line| line.split_whitespace().next() == Some(&name))
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    let [state, costs] = &rows[..] else {
+        panic!("{name}: {table}")
+    };
+    let number = |value: &Value| value.to_string();
+    let load = &judged["load"];
+    let expected = [
+        number(&judged["overlap"]["device"]),
+        number(&judged["overlap"]["host"]),
+        number(&judged["overlap"]["disk"]),
+        number(&judged["overlap"]["external"]),
+        number(&judged["cached_tokens"]),
+        number(&load["active_requests"]),
+        number(&load["active_prefill_tokens"]),
+        number(&judged["prefill_tokens"]),
+        number(&load["active_blocks"]),
+        number(&judged["decode_blocks"]),
+    ];
+    assert_eq!(state[3..], expected, "{table}");
+    let Some(cost) = judged["cost"].as_object() else {
+        return;
+    };
+    let terms = [
+        "prefill_blocks",
+        "device_credit",
+        "host_credit",
+        "disk_credit",
+        "shared_credit",
+        "credit_decay",
+        "freshness_credit",
+        "prefill_cost",
+        "decode_cost",
+        "request_cost",
+        "taint_factor",
+        "total",
+    ];
+    assert_eq!(cost.len(), terms.len(), "every term is in the table");
+    let terms = terms.map(|term| format!("{:.3}", cost[term].as_f64().unwrap()));
+    assert_eq!(costs[1..13], terms, "{table}");
+}
+
+#[expect(clippy::print_stdout, reason = "to be looked at with --nocapture")]
+fn print(text: &str) {
+    println!("{text}");
+}

@@ -1,0 +1,232 @@
+//! Complete requests from headers and body to a route request, without a tokenizer.
+
+use std::borrow::Cow;
+use std::pin::pin;
+use std::sync::{Arc, LazyLock};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::Bytes;
+use warmroute::request::config::ClientsConfig;
+use warmroute::request::{
+    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessedRequest, PreprocessorParts,
+    RequestBody, RequestPreprocessor, SessionFields,
+};
+use warmroute::tracking_hash::TrackingHash;
+use warmroute_core::block::BlockWindows;
+use warmroute_core::router::{Reason, RoutePrompt};
+use warmroute_core::worker::BlockSize;
+use warmroute_tokens::openai::{ApiPaths, ApiWorkload};
+
+use super::bodies::CANARY;
+use super::input::Input;
+
+const PATHS: [&str; 24] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/conversations",
+    "/score",
+    "/v1/rerank",
+    "/tokenize",
+    "/detokenize",
+    "/v1/chat/completions/render",
+    "/v1/models",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+    "/generate",
+    "/inference/v1/generate",
+    "/prefix/v1/chat/completions/?x=y",
+];
+
+const HEADERS: [&str; 14] = [
+    "content-type",
+    "x-tenant",
+    "x-session",
+    "x-parent",
+    "x-final",
+    "x-worker-instance-id",
+    "x-prefill-instance-id",
+    "x-dp-rank",
+    "x-data-parallel-rank",
+    "x-warmroute-override",
+    "x-warmroute-priority",
+    "x-expected-output-tokens",
+    "x-request-priority",
+    "x-strict-priority",
+];
+
+/// Maximum token estimate of a body.
+const MOST_ESTIMATED: u64 = 131_072;
+
+fn intake(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
+    let mut models = ModelRegistry::default();
+    let size = BlockSize::new(4).expect("four tokens are a block");
+    let model = |name: &str, windows| ConfiguredModel {
+        name: name.into(),
+        block_size: size,
+        windows,
+        media: Default::default(),
+        encoder: None,
+    };
+    models.add(
+        model("m", BlockWindows::Plain),
+        &["alias".into()],
+        &["tuned".into()],
+    );
+    if named {
+        models.add(model("n", BlockWindows::Plain), &[], &[]);
+    }
+    RequestPreprocessor::new(PreprocessorParts {
+        models,
+        paths: ApiPaths::default(),
+        clients: ClientsConfig {
+            trusted,
+            tenant_header: Some("x-tenant".to_owned()),
+            ..ClientsConfig::default()
+        },
+        pool_routes: Default::default(),
+        rewrites: warmroute::request::RewriteRules::default(),
+        rewrite_headers: Vec::new(),
+        cluster: Default::default(),
+        // All work runs on this thread.
+        limits: EncodeLimits {
+            inline: usize::MAX,
+            queue: 1,
+            deadline: Duration::MAX,
+        },
+        tracking_hash: TrackingHash::Public,
+        session_fields: Some(SessionFields {
+            headers: vec!["x-session".to_owned()],
+            body_field: Some("metadata.session".to_owned()),
+            parent_headers: vec!["x-parent".to_owned()],
+            final_headers: vec!["x-final".to_owned()],
+        }),
+        shared_cache: None,
+        index_client: None,
+        token_sources: Default::default(),
+    })
+}
+
+/// Preprocesses requests of every kind.
+pub(crate) fn requests(bytes: &[u8]) {
+    static INTAKES: LazyLock<[Arc<RequestPreprocessor>; 4]> = LazyLock::new(|| {
+        [
+            intake(false, false),
+            intake(true, false),
+            intake(false, true),
+            intake(true, true),
+        ]
+    });
+    let mut input = Input::new(bytes);
+    let intake = &INTAKES[input.below(4)];
+    let path = if input.rarely() {
+        Cow::Owned(input.text())
+    } else {
+        Cow::Borrowed(input.pick(&PATHS))
+    };
+    let shown = input.byte();
+    let count = input.below(4);
+    let headers: Vec<(&str, String)> = (0..count)
+        .map(|_| (input.pick(&HEADERS), input.text()))
+        .collect();
+    let body = Bytes::copy_from_slice(input.rest());
+    let length = body.len();
+    let body = match shown % 8 {
+        0 => RequestBody::Absent,
+        1 => RequestBody::NotShown,
+        2 => RequestBody::Streamed,
+        3 => RequestBody::TooLarge {
+            shown: body,
+            bytes: (length as u64) << (shown >> 3),
+        },
+        4 => RequestBody::Truncated {
+            shown: body,
+            length: None,
+        },
+        5 => RequestBody::Truncated {
+            shown: body,
+            length: Some((length as u64) << (shown >> 3)),
+        },
+        _ => RequestBody::Whole(body),
+    };
+    let preprocessed = take(intake, &path, &headers, &body);
+    check(&preprocessed, length);
+    let timeless = |preprocessed: PreprocessedRequest| {
+        format!(
+            "{:?}",
+            PreprocessedRequest {
+                stage_times: Vec::new(),
+                ..preprocessed
+            }
+        )
+    };
+    assert_eq!(
+        timeless(take(intake, &path, &headers, &body)),
+        timeless(preprocessed),
+        "read twice"
+    );
+}
+
+fn take(
+    intake: &Arc<RequestPreprocessor>,
+    path: &str,
+    headers: &[(&str, String)],
+    body: &RequestBody,
+) -> PreprocessedRequest {
+    let header = |name: &str| {
+        headers
+            .iter()
+            .find(|(key, _)| *key == name)
+            .map(|(_, value)| Cow::Borrowed(&**value))
+    };
+    let mut context = Context::from_waker(Waker::noop());
+    match pin!(intake.preprocess(path, &header, body)).poll(&mut context) {
+        Poll::Ready(preprocessed) => preprocessed,
+        Poll::Pending => panic!("there is nothing to wait for"),
+    }
+}
+
+fn check(preprocessed: &PreprocessedRequest, length: usize) {
+    let hashed = match &preprocessed.route_request.prompt {
+        RoutePrompt::Estimated { tokens, because } => {
+            assert_ne!(*because, Reason::EncodeFailed, "something panicked");
+            assert!(*tokens <= MOST_ESTIMATED, "{tokens} tokens are guessed");
+            if preprocessed
+                .api
+                .is_none_or(|api| api.workload() == ApiWorkload::None)
+            {
+                assert_eq!((*tokens, *because), (0, Reason::NotInference));
+            }
+            0
+        }
+        RoutePrompt::Truncated { known, tokens, .. } => {
+            assert!(known.tokens() > 0 && *tokens <= MOST_ESTIMATED.max(known.tokens() as u64));
+            known.tokens()
+        }
+        RoutePrompt::Hashed(prompts) => {
+            assert_eq!(prompts.len(), preprocessed.tokens.len());
+            preprocessed.tokens.iter().map(Vec::len).sum()
+        }
+    };
+    assert!(hashed <= length, "{hashed} tokens in {length} bytes");
+    if let Some(what) = &preprocessed.parse_error {
+        assert!(!what.contains(CANARY), "`{what}` quotes the body");
+    }
+    assert!(
+        preprocessed
+            .session
+            .as_ref()
+            .is_none_or(|session| !session.id.is_empty()),
+        "a session without a name"
+    );
+}

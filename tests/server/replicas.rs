@@ -1,0 +1,425 @@
+//! Replica sync against a real NATS server, which is stopped, started and killed: whole processes
+//! by their API, and three replicas behind one Envoy.
+
+mod behind_envoy;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tonic::Request;
+use warmroute::api::pb;
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::debian::NATS;
+use warmroute_testbed::merge_config;
+use warmroute_testbed::ports::FreePort;
+
+use crate::api::site::{ApiSite, attempt, book, worker};
+use crate::engine_sessions::engine::{EngineBehaviour, SessionEngine, close, open};
+
+/// A NATS server.
+pub(crate) struct NatsServer {
+    server: Option<ChildProcess>,
+    port: u16,
+    dir: TempDir,
+    args: Vec<String>,
+}
+
+impl NatsServer {
+    /// Prepares a server without starting it.
+    fn none(args: &[&str]) -> Self {
+        let port = FreePort::find().unwrap().release();
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        Self {
+            server: None,
+            port,
+            dir: tempfile::tempdir().unwrap(),
+            args,
+        }
+    }
+
+    pub(crate) fn started() -> Self {
+        let mut nats = Self::none(&[]);
+        nats.start();
+        nats
+    }
+
+    /// Starts the server at the same address as before.
+    pub(crate) fn start(&mut self) {
+        let mut command = NATS.command().unwrap();
+        command
+            .args(["--addr", "127.0.0.1", "--port", &self.port.to_string()])
+            .args(&self.args);
+        self.server = Some(ChildProcess::spawn("nats-server", &command, self.dir.path()).unwrap());
+    }
+
+    pub(crate) fn kill(&mut self) {
+        if let Some(server) = self.server.take() {
+            server.kill9();
+        }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("nats://127.0.0.1:{}", self.port)
+    }
+
+    /// Returns the configuration of a replica.
+    fn settings(&self, more: &Value) -> String {
+        let mut replicas =
+            json!({"nats": {"servers": [self.url()]}, "lease": "1s", "sync_timeout": "2s"});
+        merge_config(&mut replicas, more);
+        // JSON is YAML.
+        format!("replicas: {replicas}\nsessions: {{}}\n")
+    }
+
+    /// Starts a replica that opens engine sessions, which expire after three seconds.
+    async fn replica_with_engine(&self, workers: &[String]) -> ApiSite {
+        let settings = self.settings(&json!({}));
+        let sessions =
+            "sessions: {ttl: 3s, engine: {kind: sglang}}\nprocess: {drain: {grace_period: 500ms}}";
+        ApiSite::start(&settings.replace("sessions: {}", sessions), workers).await
+    }
+
+    async fn replica(&self, workers: &[String]) -> ApiSite {
+        ApiSite::start(&self.settings(&json!({})), workers).await
+    }
+}
+
+fn two() -> Vec<String> {
+    vec![worker(1, ""), worker(2, "")]
+}
+
+/// Waits until a replica is synced with this number of peers.
+async fn wait_for_peers(site: &ApiSite, peers: usize) {
+    let level = |page: &Value| {
+        let all = page["peers"].as_array().unwrap();
+        all.len() == peers && all.iter().all(|peer| peer["level"] == true)
+    };
+    site.until(&format!("knows {peers} peers"), level, "debug/replicas")
+        .await;
+}
+
+#[tokio::test]
+async fn peer_bookings_count_from_start_to_end() {
+    let nats = NatsServer::started();
+    let a = nats.replica(&two()).await;
+    let b = nats.replica(&two()).await;
+    wait_for_peers(&a, 1).await;
+    wait_for_peers(&b, 1).await;
+    let first = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap();
+    b.loaded((22, 5, 1)).await;
+    // The request goes to the other worker, because b knows the load of the first one.
+    let route_request = pb::RouteRequest {
+        book: None,
+        ..book("", 0, 22)
+    };
+    let second = b.route(route_request).await.unwrap().decode.unwrap();
+    assert_ne!(first.worker, second.worker);
+    let mut client = a.client.clone();
+    client
+        .mark_prefill_completed(pb::MarkPrefillCompletedRequest {
+            attempt: attempt("r", 0),
+        })
+        .await
+        .unwrap();
+    b.loaded((0, 5, 1)).await;
+    let output = |decay_fraction| pb::AddOutputBlockRequest {
+        attempt: attempt("r", 0),
+        decay_fraction,
+    };
+    client.add_output_block(output(None)).await.unwrap();
+    b.loaded((0, 6, 1)).await;
+    client.add_output_block(output(Some(0.5))).await.unwrap();
+    b.loaded((0, 4, 1)).await;
+    // A later replica receives a snapshot.
+    let c = nats.replica(&two()).await;
+    assert_eq!(c.load().await, (0, 4, 1), "it is ready only when it knows");
+    assert!(a.free("r", 0).await);
+    b.loaded((0, 0, 0)).await;
+    c.loaded((0, 0, 0)).await;
+    for site in [a, b, c] {
+        site.stop();
+        site.stopped().await;
+    }
+}
+
+/// Routes a request and returns its decode worker.
+async fn decode_worker(site: &ApiSite, request: pb::RouteRequest) -> Option<pb::WorkerRank> {
+    site.route(request).await.unwrap().decode.unwrap().worker
+}
+
+#[tokio::test]
+async fn peer_routes_are_predicted_as_cached() {
+    let nats = NatsServer::started();
+    let a = nats.replica(&two()).await;
+    let b = nats.replica(&two()).await;
+    wait_for_peers(&a, 1).await;
+    wait_for_peers(&b, 1).await;
+    let route_request = || pb::RouteRequest {
+        book: None,
+        ..book("", 0, 22)
+    };
+    let expected = async || {
+        b.route(route_request())
+            .await
+            .unwrap()
+            .predicted_cached_tokens
+    };
+    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+        ids: (500..522).collect(),
+    });
+    let question = Some(pb::Question {
+        prompt: Some(prompt),
+        ..pb::Question::default()
+    });
+    let other_prompt = || pb::RouteRequest {
+        question: question.clone(),
+        ..route_request()
+    };
+    a.route(other_prompt()).await.unwrap();
+    let there = decode_worker(&a, book("r", 0, 22)).await;
+    assert!(a.free("r", 0).await);
+    assert!(
+        warmroute_testbed::ports::until(crate::api::site::PATIENCE, async || expected().await
+            == 20)
+        .await,
+        "five blocks of four tokens"
+    );
+    assert_eq!(
+        b.route(other_prompt())
+            .await
+            .unwrap()
+            .predicted_cached_tokens,
+        0,
+        "a question is not a request"
+    );
+    b.loaded((0, 0, 0)).await;
+    assert_eq!(decode_worker(&b, route_request()).await, there);
+    for site in [a, b] {
+        site.stop();
+        site.stopped().await;
+    }
+}
+
+#[tokio::test]
+async fn killed_replica_expires_by_lease_leaving_one_at_once() {
+    let mut nats = NatsServer::started();
+    let a = nats.replica(&two()).await;
+    let b = nats.replica(&two()).await;
+    wait_for_peers(&b, 1).await;
+    a.route(book("r", 0, 22)).await.unwrap();
+    b.loaded((22, 5, 1)).await;
+    // Without NATS each replica works alone.
+    nats.kill();
+    b.until("alone", |page| page["connected"] == false, "debug/replicas")
+        .await;
+    assert_eq!(
+        b.route(book("own", 0, 9)).await.unwrap().prompt_tokens,
+        9,
+        "it goes on"
+    );
+    b.loaded((9, 2, 1)).await;
+    b.until(
+        "no peer",
+        |page| page["peers"] == json!([]),
+        "debug/replicas",
+    )
+    .await;
+    // After the restart they agree.
+    nats.start();
+    wait_for_peers(&b, 1).await;
+    // A replica may not have noticed the outage and detects the gap later.
+    let agree = async || a.load().await.2 == 2;
+    assert!(
+        warmroute_testbed::ports::until(crate::api::site::PATIENCE, agree).await,
+        "{:?}",
+        a.load().await
+    );
+    b.loaded(a.load().await).await;
+    // A regular shutdown.
+    a.stop();
+    a.stopped().await;
+    b.until(
+        "a has left",
+        |page| page["peers"] == json!([]),
+        "debug/replicas",
+    )
+    .await;
+    b.loaded((9, 2, 1)).await;
+    b.stop();
+    b.stopped().await;
+}
+
+#[tokio::test]
+async fn sessions_and_overload_marks_reach_all_replicas() {
+    let nats = NatsServer::started();
+    let a = nats.replica(&two()).await;
+    let b = nats.replica(&two()).await;
+    wait_for_peers(&a, 1).await;
+    wait_for_peers(&b, 1).await;
+    let session = |id: &str| pb::Session {
+        id: id.to_owned(),
+        ..pb::Session::default()
+    };
+    let route_request = |request: &str, of: &str| pb::RouteRequest {
+        session: Some(session(of)),
+        ..book(request, 0, 9)
+    };
+    // Sessions of a are on both workers; b routes each to its binding regardless of load.
+    let mut bound = Vec::new();
+    for nth in 0..6 {
+        let of = format!("s{nth}");
+        let worker = decode_worker(&a, route_request(&format!("a{nth}"), &of)).await;
+        bound.push((of, worker));
+    }
+    assert!(
+        bound.iter().any(|(_, worker)| *worker != bound[0].1),
+        "{bound:?}"
+    );
+    let sessions = |page: &Value| page.as_str().unwrap().contains("\nwarmroute_sessions 6\n");
+    b.until("all sessions are known", sessions, "metrics").await;
+    for (of, worker) in &bound {
+        let there = decode_worker(&b, route_request(&format!("b{of}"), of)).await;
+        assert_eq!(there, *worker, "{of}");
+    }
+    // The first worker reports overload to a.
+    let refused = pb::FreeRequest {
+        attempt: attempt("a0", 0),
+        status: Some(503),
+    };
+    a.client.clone().free(Request::new(refused)).await.unwrap();
+    let full = bound[0].1;
+    let left_alone = async || {
+        let route_request = pb::RouteRequest {
+            book: None,
+            ..book("", 0, 40)
+        };
+        let mut chosen = Vec::new();
+        for _ in 0..8 {
+            chosen.push(decode_worker(&b, route_request.clone()).await);
+        }
+        chosen.iter().all(|worker| *worker != full)
+    };
+    assert!(warmroute_testbed::ports::until(crate::api::site::PATIENCE, left_alone).await);
+    for site in [a, b] {
+        site.stop();
+        site.stopped().await;
+    }
+}
+
+#[tokio::test]
+async fn engine_session_survives_departure_while_in_use() {
+    let nats = NatsServer::started();
+    let engine = SessionEngine::start(EngineBehaviour::Well).await;
+    let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
+    let a = nats.replica_with_engine(&workers).await;
+    let b = nats.replica_with_engine(&workers).await;
+    wait_for_peers(&a, 1).await;
+    wait_for_peers(&b, 1).await;
+    let session = pb::Session {
+        id: "s".to_owned(),
+        ..pb::Session::default()
+    };
+    let route_request = |request: &str| pb::RouteRequest {
+        session: Some(session.clone()),
+        ..book(request, 0, 9)
+    };
+    a.route(route_request("first")).await.unwrap();
+    assert_eq!(engine.received_calls(1).await, [open("s")]);
+    let known = |page: &Value| page.as_str().unwrap().contains("\nwarmroute_sessions 1\n");
+    b.until("the session is known", known, "metrics").await;
+    b.route(route_request("second")).await.unwrap();
+    assert!(a.free("first", 0).await);
+    a.stop();
+    a.stopped().await;
+    // The engine rejects the second open because the session is open. If it had been closed, it
+    // would be open again.
+    assert_eq!(engine.received_calls(2).await, [open("s"), open("s")]);
+    assert!(engine.state.borrow().open.contains("s"));
+    assert!(b.free("second", 0).await);
+    assert_eq!(
+        engine.received_calls(3).await[2],
+        close("s"),
+        "its time is over"
+    );
+    // No other replica could close the session.
+    b.route(route_request("third")).await.unwrap();
+    engine.received_calls(4).await;
+    b.stop();
+    b.stopped().await;
+    assert_eq!(engine.calls()[3..], [open("s"), close("s")]);
+}
+
+#[tokio::test]
+async fn last_replica_closes_its_sessions() {
+    let nats = NatsServer::started();
+    let engine = SessionEngine::start(EngineBehaviour::Well).await;
+    let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
+    let a = nats.replica_with_engine(&workers).await;
+    let b = nats.replica_with_engine(&workers).await;
+    wait_for_peers(&a, 1).await;
+    wait_for_peers(&b, 1).await;
+    for (site, id) in [(&a, "of a"), (&b, "of b")] {
+        let session = Some(pb::Session {
+            id: id.to_owned(),
+            ..pb::Session::default()
+        });
+        site.route(pb::RouteRequest {
+            session,
+            ..book(id, 0, 9)
+        })
+        .await
+        .unwrap();
+    }
+    engine.received_calls(2).await;
+    a.stop();
+    b.stop();
+    a.stopped().await;
+    b.stopped().await;
+    assert!(
+        engine.state.borrow().open.is_empty(),
+        "{:?}",
+        engine.calls()
+    );
+}
+
+#[tokio::test]
+async fn replica_is_ready_without_nats_and_joins_later() {
+    let mut nats = NatsServer::none(&["--user", "router", "--pass", "s3cret"]);
+    let secrets = tempfile::tempdir().unwrap();
+    let file = secrets.path().join("password");
+    std::fs::write(&file, "wrong\n").unwrap();
+    let own =
+        nats.settings(&json!({"nats": {"user": "router", "password_file": file}, "name": "first"}));
+    let a = ApiSite::start(&own, &two()).await;
+    a.route(book("r", 0, 22)).await.unwrap();
+    a.until("alone", |page| page["connected"] == false, "debug/replicas")
+        .await;
+    // The password file is read again after a rejected login.
+    nats.start();
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    a.until(
+        "still alone",
+        |page| page["connected"] == false,
+        "debug/replicas",
+    )
+    .await;
+    std::fs::write(&file, "s3cret\n").unwrap();
+    a.until(
+        "connected",
+        |page| page["connected"] == true,
+        "debug/replicas",
+    )
+    .await;
+    let b = ApiSite::start(&own, &two()).await;
+    b.loaded((22, 5, 1)).await;
+    let named = |page: &Value| page["peers"][0]["name"] == "first";
+    b.until("known by name", named, "debug/replicas").await;
+    // Other groups are independent.
+    let other = nats
+        .settings(&json!({"nats": {"user": "router", "password_file": file}, "group": "other"}));
+    let c = ApiSite::start(&other, &two()).await;
+    assert_eq!(c.load().await, (0, 0, 0));
+    for site in [a, b, c] {
+        site.stop();
+        site.stopped().await;
+    }
+}

@@ -1,0 +1,276 @@
+//! Three replicas behind one Envoy under load: one is killed, another one starts in its place, and
+//! NATS is stopped and restarted.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::deployment::MODEL;
+use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
+
+use crate::replicas::NatsServer;
+use crate::support::deployment::{
+    PATIENCE, TestDeployment, essay, fast, programs, with_response_headers,
+};
+use crate::support::long_tests::long_or_short;
+
+/// Total number of requests in the long and the short form.
+const REQUESTS: [usize; 2] = [20_000, 3_000];
+/// Number of sequential clients.
+const CLIENTS: usize = 24;
+/// Duration of the NATS outage.
+const AWAY: Duration = Duration::from_secs(4);
+
+/// Additional replica.
+struct EnvoyReplica {
+    child: ChildProcess,
+    admin: u16,
+}
+
+impl EnvoyReplica {
+    /// Starts a replica with the configuration of the deployment, at another socket and admin
+    /// address.
+    async fn start(deployment: &TestDeployment, number: usize) -> Self {
+        let admin = FreePort::find().unwrap().release();
+        let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
+        let mut config: Value = serde_json::from_slice(&text).unwrap();
+        config["listeners"]["ext_proc"]["unix_socket"] = json!(socket(deployment, number));
+        config["listeners"]["admin"]["address"] = json!(format!("127.0.0.1:{admin}"));
+        // Only one replica publishes endpoints to Envoy.
+        config.as_object_mut().unwrap().remove("envoy");
+        let file = deployment.run_dir.join(format!("warmroute-{number}.yaml"));
+        std::fs::write(&file, config.to_string()).unwrap();
+        let program = &programs().warmroute[0];
+        let mut command = Command::new(program);
+        command.arg("serve").arg("--config").arg(&file);
+        let child = ChildProcess::spawn(
+            &format!("warmroute-{number}"),
+            &command,
+            &deployment.run_dir,
+        )
+        .unwrap();
+        let replica = Self { child, admin };
+        wait_ready(
+            ReadyCheck::Http(&replica.url("/readyz")),
+            PATIENCE,
+            &replica.child,
+        )
+        .await
+        .unwrap();
+        replica
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.admin)
+    }
+}
+
+fn socket(deployment: &TestDeployment, number: usize) -> PathBuf {
+    let first = deployment.envoy_setup().ext_proc_socket();
+    if number == 0 {
+        first
+    } else {
+        Path::new(&first).with_file_name(format!("ext_proc-{number}.sock"))
+    }
+}
+
+/// The shipped Envoy configuration with three ext_proc endpoints; those that do not answer are
+/// excluded.
+fn envoy_config(deployment: &TestDeployment) -> String {
+    let endpoint = |number| {
+        format!(
+            "{{endpoint: {{address: {{pipe: {{path: {}}}}}}}}}",
+            socket(deployment, number).display()
+        )
+    };
+    let one = endpoint(0);
+    let all = [0, 1, 2].map(endpoint).join(", ");
+    let shipped = deployment.envoy_config();
+    assert_eq!(shipped.matches(&one).count(), 2, "{one}");
+    let check = "timeout: 1s, interval: 0.5s, no_traffic_interval: 0.5s, unhealthy_threshold: 1, healthy_threshold: 1";
+    shipped.replace(&one, &all).replace(
+        "    load_assignment:\n      cluster_name: ext_proc\n",
+        &format!("    health_checks: [{{{check}, grpc_health_check: {{service_name: readiness}}}}]\n    load_assignment:\n      cluster_name: ext_proc\n"),
+    )
+}
+
+/// Responses of the clients.
+#[derive(Default)]
+struct ReplicaAnswers {
+    /// Total number of requests to send.
+    requests: usize,
+    sent: AtomicUsize,
+    routed: AtomicUsize,
+    failed: Mutex<Vec<String>>,
+    by_worker: Mutex<BTreeMap<String, usize>>,
+}
+
+async fn client(
+    number: usize,
+    deployment: (reqwest::Client, String),
+    answers: Arc<ReplicaAnswers>,
+) {
+    let (http, url) = deployment;
+    loop {
+        let at = answers.sent.fetch_add(1, Ordering::Relaxed);
+        if at >= answers.requests {
+            return;
+        }
+        let body = json!({"model": MODEL, "prompt": essay(at % 64), "max_tokens": 2, "user": format!("{number}")});
+        let answer = async {
+            let answer = http
+                .post(&url)
+                .json(&body)
+                .send()
+                .await?
+                .error_for_status()?;
+            let text = |name: &str| {
+                answer
+                    .headers()
+                    .get(name)
+                    .map(|value| value.to_str().unwrap().to_owned())
+            };
+            let worker = text("x-worker-instance-id");
+            let mode = text("x-warmroute-mode");
+            answer.bytes().await.map(|_| (worker, mode))
+        };
+        match answer.await {
+            Ok((worker, mode)) => {
+                *answers
+                    .by_worker
+                    .lock()
+                    .entry(worker.unwrap_or_default())
+                    .or_default() += 1;
+                answers
+                    .routed
+                    .fetch_add(usize::from(mode.is_some()), Ordering::Relaxed);
+            }
+            Err(error) => answers.failed.lock().push(format!("{error:?}")),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_survive_replica_kill_start_and_nats_outage() {
+    let mut nats = NatsServer::started();
+    let mut deployment = TestDeployment::engines(&[fast(1), fast(2), fast(3), fast(4)]).await;
+    deployment.write_workers().unwrap();
+    let own = with_response_headers(
+        json!({"replicas": {"nats": {"servers": [nats.url()]}, "lease": "2s"}}),
+    );
+    deployment.start_router(&own).await.unwrap();
+    let second = EnvoyReplica::start(&deployment, 1).await;
+    let mut third = EnvoyReplica::start(&deployment, 2).await;
+    let config = envoy_config(&deployment);
+    deployment.start_envoy(&config).await.unwrap();
+
+    let [long, short] = REQUESTS;
+    let requests = long_or_short(long, short);
+    let answers = Arc::new(ReplicaAnswers {
+        requests,
+        ..ReplicaAnswers::default()
+    });
+    let began = std::time::Instant::now();
+    let clients: Vec<_> = (0..CLIENTS)
+        .map(|number| {
+            let to = (deployment.http.clone(), deployment.url("/v1/completions"));
+            tokio::spawn(client(number, to, answers.clone()))
+        })
+        .collect();
+    let reached = async |part: usize| {
+        let wanted = requests * part / 10;
+        until(PATIENCE * 10, async || {
+            answers.sent.load(Ordering::Relaxed) >= wanted
+        })
+        .await
+    };
+    assert!(reached(2).await);
+    third.child.kill9();
+    assert!(reached(4).await);
+    third = EnvoyReplica::start(&deployment, 2).await;
+    assert!(reached(6).await);
+    nats.kill();
+    tokio::time::sleep(AWAY).await;
+    nats.start();
+    for client in clients {
+        client.await.unwrap();
+    }
+    let took = began.elapsed();
+    let routed = answers.routed.load(Ordering::Relaxed);
+    println!(
+        "{requests} requests in {took:?}, {routed} routed; by worker {:?}",
+        answers.by_worker.lock()
+    );
+    assert_eq!(answers.failed.lock()[..], [""; 0]);
+    assert!(
+        routed * 100 >= requests * 95,
+        "only {routed} of {requests} were routed"
+    );
+
+    let pages = [deployment.admin_url(""), second.url(""), third.url("")];
+    for of in &pages {
+        comes_to_rest(&deployment.http, of).await;
+        let part = routed_by(&deployment.http, of).await;
+        println!("{of}: {part} routed");
+        assert!(part > requests as f64 / 10.0, "{of} routed {part}");
+    }
+}
+
+/// Waits until a replica counts no bookings, of its own or of peers.
+async fn comes_to_rest(http: &reqwest::Client, of: &str) {
+    let page = async |path: &str| -> Value {
+        http.get(format!("{of}{path}"))
+            .send()
+            .await
+            .unwrap()
+            .json()
+            .await
+            .unwrap()
+    };
+    let rests = async || {
+        let load = page("/debug/load").await;
+        let replicas = page("/debug/replicas").await;
+        let is_idle = |rank: &Value| {
+            ["active_requests", "active_blocks", "active_prefill_tokens"]
+                .iter()
+                .all(|what| rank[*what] == 0)
+        };
+        let peers = replicas["peers"].as_array().unwrap();
+        load.as_array().unwrap().iter().all(is_idle)
+            && replicas["connected"] == true
+            && peers.len() == 2
+            && peers
+                .iter()
+                .all(|peer| peer["level"] == true && peer["reservations"] == 0)
+    };
+    assert!(
+        until(PATIENCE, rests).await,
+        "{}\n{}",
+        page("/debug/load").await,
+        page("/debug/replicas").await
+    );
+}
+
+/// Returns the number of requests that a replica has routed.
+async fn routed_by(http: &reqwest::Client, of: &str) -> f64 {
+    let text = http
+        .get(format!("{of}/metrics"))
+        .send()
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
+    let lines = text
+        .lines()
+        .filter(|line| line.starts_with("warmroute_requests_total{"));
+    lines
+        .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
+        .sum()
+}

@@ -1,0 +1,456 @@
+//! A cache shared by all workers, from the configuration to the choice: an HTTP server with the
+//! documented protocol, and a started warmroute that queries it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::post;
+use axum::{Json, Router as Routes};
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use parking_lot::Mutex;
+use proto::external_processor_client::ExternalProcessorClient;
+use proto::processing_request::Request as Message;
+use proto::processing_response::Response as Reply;
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
+use warmroute::api::pb;
+use warmroute::api::pb::router_client::RouterClient;
+use warmroute::config::Config;
+use warmroute::server::App;
+
+/// Received queries and the response; `None`: status 500.
+#[derive(Default)]
+struct CacheServer {
+    ranges: Mutex<Option<Vec<(u64, u64)>>>,
+    queries: Mutex<Vec<Value>>,
+}
+
+async fn lookup(State(cache): State<Arc<CacheServer>>, Json(question): Json<Value>) -> Response {
+    cache.queries.lock().push(question);
+    match &*cache.ranges.lock() {
+        Some(ranges) => Json(json!({ "ranges": ranges })).into_response(),
+        None => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    }
+}
+
+/// A started warmroute with two workers without events, and the cache. Blocks have 4 tokens.
+struct SharedCacheBed {
+    cache: Arc<CacheServer>,
+    router: RouterClient<Channel>,
+    ext_proc: ExternalProcessorClient<Channel>,
+    admin: SocketAddr,
+    stop: CancellationToken,
+    running: JoinHandle<anyhow::Result<()>>,
+}
+
+impl SharedCacheBed {
+    async fn start() -> Self {
+        let cache = Arc::new(CacheServer::default());
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/lookup", listener.local_addr().unwrap());
+        let routes = Routes::new()
+            .route("/lookup", post(lookup))
+            .with_state(cache.clone());
+        tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
+        let text = format!(
+            "listeners: {{ext_proc: {{address: '127.0.0.1:0'}}, admin: {{address: '127.0.0.1:0'}}, api: {{address: '127.0.0.1:0'}}}}\n\
+             models: [{{name: m, block_size: 4}}]\nprocess: {{drain: {{grace_period: 0s}}}}\n\
+             workers: {{list: [{{id: 1, endpoint: '10.0.0.1:8000'}}, {{id: 2, endpoint: '10.0.0.2:8000'}}]}}\n\
+             requests: {{clients: {{trusted: true}}, limits: {{decision_timeout: 10s}}}}\n\
+             index: {{shared_cache: {{url: '{url}', timeout: 5s}}}}\n\
+             routing: {{weights: {{overlap_score_credit: 1, prefill_load_scale: 1, decode_active_request_weight: 0, \
+             shared_cache_multiplier: 1}}}}\n"
+        );
+        let app =
+            App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
+                .await
+                .unwrap();
+        let api = app.api_address.unwrap();
+        let ext_proc = app.ext_proc_address.unwrap();
+        let admin = app.admin_address;
+        let stop = CancellationToken::new();
+        let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
+        let router = RouterClient::connect(format!("http://{api}"))
+            .await
+            .unwrap();
+        let ext_proc = ExternalProcessorClient::connect(format!("http://{ext_proc}"))
+            .await
+            .unwrap();
+        Self {
+            cache,
+            router,
+            ext_proc,
+            admin,
+            stop,
+            running,
+        }
+    }
+
+    fn holds(&self, ranges: &[(u64, u64)]) {
+        *self.cache.ranges.lock() = Some(ranges.to_vec());
+    }
+
+    async fn book(&self, id: &str, worker: u64, question: pb::Question) {
+        let request = pb::AddRequestRequest {
+            attempt: Some(pb::Attempt {
+                id: id.to_owned(),
+                number: 0,
+            }),
+            worker: Some(pb::WorkerRank {
+                worker_id: worker,
+                dp_rank: 0,
+            }),
+            question: Some(question),
+            ..pb::AddRequestRequest::default()
+        };
+        self.router.clone().add_request(request).await.unwrap();
+    }
+
+    async fn free(&self, id: &str) {
+        let attempt = Some(pb::Attempt {
+            id: id.to_owned(),
+            number: 0,
+        });
+        self.router
+            .clone()
+            .free(pb::FreeRequest {
+                attempt,
+                status: None,
+            })
+            .await
+            .unwrap();
+    }
+
+    async fn overlaps(&self, request: pb::OverlapScoresRequest) -> pb::OverlapScoresResponse {
+        self.router
+            .clone()
+            .overlap_scores(request)
+            .await
+            .unwrap()
+            .into_inner()
+    }
+
+    /// The worker that Envoy would send a request with these tokens to.
+    async fn worker_of(&self, tokens: std::ops::Range<u32>) -> u64 {
+        let tokens: Vec<u32> = tokens.collect();
+        let body = json!({ "model": "m", "prompt": "x", "nvext": { "token_data": tokens } });
+        let header = |(key, value): (&str, &str)| HeaderValue {
+            key: key.to_owned(),
+            raw_value: value.as_bytes().to_vec(),
+            ..HeaderValue::default()
+        };
+        let head = [(":method", "POST"), (":path", "/v1/completions")]
+            .map(header)
+            .to_vec();
+        let messages = [
+            Message::RequestHeaders(proto::HttpHeaders {
+                headers: Some(HeaderMap { headers: head }),
+                ..proto::HttpHeaders::default()
+            }),
+            Message::RequestBody(proto::HttpBody {
+                body: body.to_string().into_bytes(),
+                end_of_stream: true,
+                ..proto::HttpBody::default()
+            }),
+        ];
+        let request = |message| proto::ProcessingRequest {
+            request: Some(message),
+            ..proto::ProcessingRequest::default()
+        };
+        let messages = tokio_stream::iter(messages.map(request));
+        let mut replies = self
+            .ext_proc
+            .clone()
+            .process(messages)
+            .await
+            .unwrap()
+            .into_inner();
+        let mut worker = None;
+        while let Some(reply) = replies.message().await.unwrap() {
+            let response = match reply.response.unwrap() {
+                Reply::RequestHeaders(reply) => reply.response,
+                Reply::RequestBody(reply) => reply.response,
+                other => panic!("{other:?}"),
+            };
+            let set = response
+                .and_then(|response| response.header_mutation)
+                .unwrap_or_default()
+                .set_headers;
+            let mut named = set.into_iter().filter_map(|option| option.header);
+            let named = named.rfind(|header| header.key == "x-worker-instance-id");
+            worker = named
+                .map(|header| {
+                    String::from_utf8(header.raw_value)
+                        .unwrap()
+                        .parse()
+                        .unwrap()
+                })
+                .or(worker);
+        }
+        worker.expect("a worker")
+    }
+
+    async fn metric(&self, line: &str) -> f64 {
+        let client = warmroute_runtime::tls::http_client_builder()
+            .build()
+            .unwrap();
+        let page = client
+            .get(format!("http://{}/metrics", self.admin))
+            .send()
+            .await
+            .unwrap()
+            .text()
+            .await
+            .unwrap();
+        let mut found = page
+            .lines()
+            .filter_map(|found| found.strip_prefix(line)?.strip_prefix(' '));
+        found
+            .next_back()
+            .map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    async fn stop(self) {
+        drop((self.router, self.ext_proc));
+        self.stop.cancel();
+        self.running.await.unwrap().unwrap();
+    }
+}
+
+fn question(tokens: std::ops::Range<u32>) -> pb::Question {
+    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+        ids: tokens.collect(),
+    });
+    pb::Question {
+        prompt: Some(prompt),
+        ..pb::Question::default()
+    }
+}
+
+/// Worker 1 has the prompt cached and runs a small request.
+async fn warm(bed: &SharedCacheBed) {
+    bed.book("warm", 1, question(0..17)).await;
+    bed.free("warm").await;
+    bed.book("busy", 1, question(100..104)).await;
+}
+
+#[tokio::test]
+async fn blocks_of_the_shared_cache_change_the_choice() {
+    let bed = SharedCacheBed::start().await;
+    warm(&bed).await;
+    // An error is no information: the cached blocks of worker 1 decide.
+    assert_eq!(bed.worker_of(0..17).await, 1);
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_lookup_errors_total{reason=\"status\"}")
+            .await,
+        1.0
+    );
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_hit_ratio_count{model=\"m\"}")
+            .await,
+        0.0
+    );
+    // Blocks that any worker can load make the load decide.
+    bed.holds(&[(2, 4), (0, 2)]);
+    assert_eq!(bed.worker_of(0..17).await, 2);
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_hit_ratio_count{model=\"m\"}")
+            .await,
+        1.0
+    );
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_hit_ratio_sum{model=\"m\"}")
+            .await,
+        1.0
+    );
+    assert_eq!(
+        bed.metric("warmroute_shared_cache_additional_blocks_total{model=\"m\"}")
+            .await,
+        4.0
+    );
+    assert!(
+        bed.metric("warmroute_shared_cache_lookup_duration_seconds_count")
+            .await
+            >= 2.0
+    );
+    bed.stop().await;
+}
+
+#[tokio::test]
+async fn shared_cache_query_has_the_hashes_of_the_prompt() {
+    let bed = SharedCacheBed::start().await;
+    warm(&bed).await;
+    bed.holds(&[(2, 4), (0, 2)]);
+    let request = pb::RouteRequest {
+        question: Some(question(0..17)),
+        ..pb::RouteRequest::default()
+    };
+    let response = bed
+        .router
+        .clone()
+        .route(request)
+        .await
+        .unwrap()
+        .into_inner();
+    let hex = |hashes: &[u64]| {
+        hashes
+            .iter()
+            .map(|hash| format!("{hash:016x}"))
+            .collect::<Vec<_>>()
+    };
+    let prompt = &response.prompts[0];
+    let expected = json!({
+        "model": "m",
+        "block_size": 4,
+        "block_hashes": hex(&prompt.local_hashes),
+        "sequence_hashes": hex(&prompt.sequence_hashes),
+    });
+    assert_eq!(prompt.local_hashes.len(), 4);
+    assert_eq!(bed.cache.queries.lock().last(), Some(&expected));
+    bed.stop().await;
+}
+
+#[tokio::test]
+async fn overlap_scores_summarize_the_shared_cache() {
+    let bed = SharedCacheBed::start().await;
+    warm(&bed).await;
+    let request = |include_shared| pb::OverlapScoresRequest {
+        question: Some(question(0..17)),
+        include_shared,
+        ..pb::OverlapScoresRequest::default()
+    };
+    let failed = pb::SharedCacheHits {
+        enabled: true,
+        error: "status".to_owned(),
+        ..pb::SharedCacheHits::default()
+    };
+    assert_eq!(bed.overlaps(request(None)).await.shared_cache, Some(failed));
+    bed.holds(&[(0, 1), (2, 9)]);
+    let response = bed.overlaps(request(Some(true))).await;
+    let ranges = [(0, 1), (2, 4)]
+        .map(|(start, end)| pb::BlockRange { start, end })
+        .to_vec();
+    let hits = pb::SharedCacheHits {
+        enabled: true,
+        total_hit_blocks: 3,
+        ranges,
+        error: String::new(),
+    };
+    assert_eq!(response.shared_cache, Some(hits));
+    let beyond: Vec<_> = response
+        .ranks
+        .iter()
+        .map(|score| score.shared_blocks_beyond_device)
+        .collect();
+    assert_eq!(beyond, [0, 3]);
+    let before = bed.cache.queries.lock().len();
+    let response = bed.overlaps(request(Some(false))).await;
+    assert_eq!(response.shared_cache, None);
+    assert!(
+        response
+            .ranks
+            .iter()
+            .all(|score| score.shared_blocks_beyond_device == 0)
+    );
+    assert_eq!(
+        bed.cache.queries.lock().len(),
+        before,
+        "the cache was queried"
+    );
+    bed.stop().await;
+}
+
+#[tokio::test]
+async fn overrides_apply_to_scores() {
+    let bed = SharedCacheBed::start().await;
+    warm(&bed).await;
+    let credit = |credit| {
+        Some(pb::Overrides {
+            overlap_score_credit: Some(credit),
+            ..pb::Overrides::default()
+        })
+    };
+    let request = |overrides| pb::OverlapScoresRequest {
+        question: Some(question(0..17)),
+        overrides,
+        ..pb::OverlapScoresRequest::default()
+    };
+    assert_eq!(
+        bed.overlaps(request(None)).await.ranks[0].credit_blocks,
+        4.0
+    );
+    assert_eq!(
+        bed.overlaps(request(credit(0.0))).await.ranks[0].credit_blocks,
+        0.0
+    );
+    let refused = bed
+        .router
+        .clone()
+        .overlap_scores(request(credit(-1.0)))
+        .await
+        .unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+    bed.stop().await;
+}
+
+#[tokio::test]
+async fn overrides_apply_to_loads_and_bookings() {
+    let bed = SharedCacheBed::start().await;
+    warm(&bed).await;
+    let untracked = || {
+        Some(pb::Overrides {
+            track_prefill_tokens: Some(false),
+            ..pb::Overrides::default()
+        })
+    };
+    let request = |overrides| pb::PotentialLoadsRequest {
+        question: Some(question(200..208)),
+        overrides,
+    };
+    let loads = async |overrides| {
+        let ranks = bed
+            .router
+            .clone()
+            .potential_loads(request(overrides))
+            .await
+            .unwrap()
+            .into_inner()
+            .ranks;
+        ranks
+            .iter()
+            .map(|load| load.potential_prefill_tokens)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(loads(None).await, [12, 8]);
+    assert_eq!(loads(untracked()).await, [4, 0]);
+    let request = pb::AddRequestRequest {
+        attempt: Some(pb::Attempt {
+            id: "r".to_owned(),
+            number: 0,
+        }),
+        worker: Some(pb::WorkerRank {
+            worker_id: 2,
+            dp_rank: 0,
+        }),
+        question: Some(question(200..208)),
+        overrides: untracked(),
+        ..pb::AddRequestRequest::default()
+    };
+    assert_eq!(
+        bed.router
+            .clone()
+            .add_request(request)
+            .await
+            .unwrap()
+            .into_inner()
+            .prefill_tokens,
+        0
+    );
+    bed.stop().await;
+}

@@ -1,0 +1,229 @@
+//! A running process with protected listeners, and its clients.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::ClientConfig;
+use rustls::pki_types::{CertificateDer, ServerName};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+use tonic::transport::Channel;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use warmroute::config::Config;
+use warmroute::server::App;
+use warmroute_runtime::tls::ReloadableFiles;
+use warmroute_testbed::merge_config;
+
+/// Timeout of every wait; far longer than any step takes.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A running process.
+pub(crate) struct TlsSite {
+    pub(crate) ext_proc: SocketAddr,
+    pub(crate) api: Option<SocketAddr>,
+    pub(crate) admin: SocketAddr,
+    pub(crate) health: Option<SocketAddr>,
+    pub(crate) xds: Option<SocketAddr>,
+    pub(crate) secrets: ReloadableFiles,
+    dir: TempDir,
+    shutdown: CancellationToken,
+    running: JoinHandle<anyhow::Result<()>>,
+}
+
+impl TlsSite {
+    /// Starts the process. `lay` writes files into the folder from which `more` names them.
+    pub(crate) async fn start(more: Value, lay: impl FnOnce(&Path)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        lay(dir.path());
+        let mut config = json!({
+            "listeners": {
+                "ext_proc": {"address": "127.0.0.1:0"},
+                "admin": {"address": "127.0.0.1:0"},
+            },
+            "models": [{"name": "m", "block_size": 4}],
+            "process": {"drain": {"grace_period": "0s"}},
+            "workers": {"list": [{"id": 1, "endpoint": "10.0.0.1:8000"}]},
+        });
+        merge_config(&mut config, &more);
+        let path = dir.path().join("warmroute.yaml");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
+        let app = App::start(config).await.unwrap();
+        let ext_proc = app.ext_proc_address.unwrap();
+        let api = app.api_address;
+        let admin = app.admin_address;
+        let health = app.health_address;
+        let xds = app.xds_address;
+        let secrets = app.reloadable_files.clone();
+        let shutdown = CancellationToken::new();
+        let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
+        Self {
+            ext_proc,
+            api,
+            admin,
+            health,
+            xds,
+            secrets,
+            dir,
+            shutdown,
+            running,
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Requests a page by plain HTTP with an optional header. Returns the status, and headers and
+    /// body as text.
+    pub(crate) async fn page(&self, path: &str, header: &str) -> (u16, String) {
+        http(TcpStream::connect(self.admin).await.unwrap(), path, header)
+            .await
+            .unwrap()
+    }
+
+    /// Returns a metric, or 0 if it does not exist.
+    pub(crate) async fn metric(&self, series: &str) -> f64 {
+        let (_, page) = self.page("/metrics", "").await;
+        let line = page
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("warmroute_{series} ")));
+        line.map_or(0.0, |value| value.trim().parse().unwrap())
+    }
+
+    /// Waits until a metric has the value.
+    pub(crate) async fn shows(&self, series: &str, wanted: f64) {
+        let what = format!("{series} is {wanted}");
+        until(&what, async || self.metric(series).await == wanted).await;
+    }
+
+    pub(crate) async fn stop(self) {
+        self.shutdown.cancel();
+        timeout(PATIENCE, self.running)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
+    }
+}
+
+/// Waits until the condition holds.
+pub(crate) async fn until(what: &str, so: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !so().await {
+        assert!(Instant::now() < deadline, "never: {what}");
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Opens a TLS connection.
+pub(crate) async fn dial(
+    address: SocketAddr,
+    client: Arc<ClientConfig>,
+) -> io::Result<TlsStream<TcpStream>> {
+    let socket = TcpStream::connect(address).await?;
+    let name = ServerName::try_from("localhost").unwrap();
+    timeout(PATIENCE, TlsConnector::from(client).connect(name, socket))
+        .await
+        .unwrap()
+}
+
+/// Returns the certificate of a listener.
+pub(crate) async fn shown(
+    address: SocketAddr,
+    client: Arc<ClientConfig>,
+) -> CertificateDer<'static> {
+    let stream = dial(address, client).await.unwrap();
+    stream.get_ref().1.peer_certificates().unwrap()[0]
+        .clone()
+        .into_owned()
+}
+
+/// Returns the serial number of a listener's certificate.
+pub(crate) async fn serial(address: SocketAddr, client: Arc<ClientConfig>) -> u64 {
+    let shown = shown(address, client).await;
+    let (_, parsed) = x509_parser::parse_x509_certificate(&shown).unwrap();
+    parsed
+        .raw_serial()
+        .iter()
+        .fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+/// Sends a request by HTTP/1.1. Returns the status, and headers and body as text.
+pub(crate) async fn http(
+    mut stream: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,
+    path: &str,
+    header: &str,
+) -> io::Result<(u16, String)> {
+    let request =
+        format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{header}\r\n");
+    stream.write_all(request.as_bytes()).await?;
+    let mut text = Vec::new();
+    timeout(PATIENCE, stream.read_to_end(&mut text))
+        .await
+        .unwrap()?;
+    let text = String::from_utf8(text).unwrap();
+    let status = text
+        .split(' ')
+        .nth(1)
+        .and_then(|status| status.parse().ok());
+    Ok((status.ok_or(io::ErrorKind::UnexpectedEof)?, text))
+}
+
+/// A gRPC client over a TLS tunnel, because tonic's own TLS feature would also be compiled into the
+/// product.
+pub(crate) struct TlsCaller {
+    pub(crate) channel: Channel,
+    _tunnel: AbortOnDropHandle<()>,
+}
+
+impl TlsCaller {
+    pub(crate) async fn new(address: SocketAddr, client: Arc<ClientConfig>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = listener.local_addr().unwrap();
+        let tunnel = tokio::spawn(async move {
+            while let Ok((mut socket, _)) = listener.accept().await {
+                let client = client.clone();
+                tokio::spawn(async move {
+                    let mut far = dial(address, client).await?;
+                    copy_bidirectional(&mut socket, &mut far).await
+                });
+            }
+        });
+        let channel = Channel::from_shared(format!("http://{near}"))
+            .unwrap()
+            .connect_lazy();
+        Self {
+            channel,
+            _tunnel: AbortOnDropHandle::new(tunnel),
+        }
+    }
+
+    /// Returns whether the health service reports serving.
+    pub(crate) async fn is_served(&self) -> Result<bool, tonic::Status> {
+        served(self.channel.clone()).await
+    }
+}
+
+pub(crate) async fn served(channel: Channel) -> Result<bool, tonic::Status> {
+    let health_request = HealthCheckRequest {
+        service: String::new(),
+    };
+    let answer = timeout(PATIENCE, HealthClient::new(channel).check(health_request))
+        .await
+        .unwrap()?;
+    Ok(answer.into_inner().status() == ServingStatus::Serving)
+}

@@ -1,0 +1,92 @@
+//! An additional warmroute process for the workers of a deployment.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use warmroute_testbed::child_process::ChildProcess;
+use warmroute_testbed::merge_config;
+use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
+
+use crate::support::deployment::{PATIENCE, TestDeployment, programs};
+
+/// An additional warmroute process.
+pub(crate) struct SecondRouter {
+    pub(crate) child: ChildProcess,
+    /// Its ext_proc socket.
+    pub(crate) socket: PathBuf,
+    admin: String,
+    http: reqwest::Client,
+}
+
+impl SecondRouter {
+    /// Starts the process with the configuration of the deployment, its own listeners, and `more`.
+    pub(crate) fn spawn(deployment: &TestDeployment, name: &str, more: &Value) -> Self {
+        let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
+        let mut config: Value = serde_json::from_slice(&text).unwrap();
+        let socket = deployment.run_dir.join(format!("{name}.sock"));
+        let admin = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
+        config["listeners"]["ext_proc"] = json!({"unix_socket": socket});
+        config["listeners"]["admin"] = json!({"address": admin});
+        config["listeners"]["api"] = Value::Null;
+        config["envoy"] = Value::Null;
+        if let Some(index) = config["index"].as_object_mut() {
+            index.remove("warm_start");
+            index.remove("serve");
+        }
+        merge_config(&mut config, more);
+        let file = deployment.run_dir.join(format!("{name}.yaml"));
+        std::fs::write(&file, config.to_string()).unwrap();
+        let mut command = std::process::Command::new(&programs().warmroute[0]);
+        command.arg("serve").arg("--config").arg(&file);
+        let child = ChildProcess::spawn(name, &command, &deployment.run_dir).unwrap();
+        Self {
+            child,
+            socket,
+            admin,
+            http: deployment.http.clone(),
+        }
+    }
+
+    /// Starts the process and waits until it is ready.
+    pub(crate) async fn start(deployment: &TestDeployment, name: &str, more: &Value) -> Self {
+        let another = Self::spawn(deployment, name, more);
+        another.is_ready().await;
+        another
+    }
+
+    pub(crate) async fn is_ready(&self) {
+        wait_ready(
+            ReadyCheck::Http(&self.url("/readyz")),
+            PATIENCE,
+            &self.child,
+        )
+        .await
+        .unwrap();
+    }
+
+    pub(crate) fn url(&self, page: &str) -> String {
+        format!("http://{}{page}", self.admin)
+    }
+
+    /// Its `/debug/index` page.
+    pub(crate) async fn index(&self) -> Value {
+        let page = self
+            .http
+            .get(self.url("/debug/index"))
+            .send()
+            .await
+            .unwrap();
+        page.json()
+            .await
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.child.log_tail()))
+    }
+
+    /// The shipped Envoy configuration with the socket of this process.
+    pub(crate) fn envoy_config(&self, deployment: &TestDeployment) -> String {
+        let first = deployment.envoy_setup().ext_proc_socket();
+        deployment.envoy_config().replace(
+            &first.display().to_string(),
+            &self.socket.display().to_string(),
+        )
+    }
+}

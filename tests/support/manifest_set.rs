@@ -1,0 +1,337 @@
+//! Objects of manifests that are applied together, with lookups by kind, name and label.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+use warmroute_testbed::programs::{environment, install_once, target_dir};
+use warmroute_testbed::pypi::{self, PypiPackages};
+use xxhash_rust::xxh3::xxh3_64;
+
+pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/kubernetes");
+/// Stored renderings of the chart.
+const RENDERED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chart");
+const VALIDATE: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/tests/fleet/manifests/validate.py"
+);
+/// Pinned packages of the validator.
+const REQUIREMENTS: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/tests/fleet/manifests/requirements.txt"
+);
+
+/// Objects and the name of their origin.
+pub(crate) struct ManifestSet {
+    pub(crate) name: String,
+    pub(crate) objects: Vec<Value>,
+}
+
+/// Pods of one template.
+pub(crate) struct PodTemplates<'a> {
+    pub(crate) owner: &'a Value,
+    pub(crate) labels: &'a Value,
+    pub(crate) spec: &'a Value,
+}
+
+/// Validates each object against the schemas of a Kubernetes version: null if it is valid, "no
+/// schema", or the error. The first call installs the validator.
+pub(crate) fn validated(objects: &Value, version: &str) -> Value {
+    let dir = target_dir().unwrap();
+    // Changed requirements need a new installation.
+    let name = format!(
+        "kubernetes-validate-{:016x}",
+        xxh3_64(&fs::read(REQUIREMENTS).unwrap())
+    );
+    let validator = install_once(&dir, &name, "bin/kubernetes-validate", |scratch| {
+        let packages = scratch.join("packages");
+        pypi::install(
+            PypiPackages::Hashed(Path::new(REQUIREMENTS)),
+            scratch,
+            &packages,
+        )?;
+        Ok(packages)
+    });
+    let validator = validator.unwrap_or_else(|error| panic!("{error:#}"));
+    let packages = validator.ancestors().nth(2).unwrap();
+    let mut command = Command::new("python3");
+    command
+        .arg("-B")
+        .arg(VALIDATE)
+        .arg(version)
+        .env("PYTHONPATH", packages);
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(objects.to_string().as_bytes())
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{VALIDATE} failed");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// All files of the chart, sorted.
+fn chart_files(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+    {
+        if entry.is_dir() {
+            files.extend(chart_files(&entry))
+        } else {
+            files.push(entry)
+        }
+    }
+    files.sort();
+    files
+}
+
+/// Stored rendering of the chart with a values file. Panics if the chart has changed since the
+/// rendering. `UPDATE_GOLDEN=1` renders it again with the `helm` on the path.
+fn rendered(values: &Path) -> String {
+    let chart = PathBuf::from(format!("{FOLDER}/chart"));
+    let mut content = Vec::new();
+    for file in chart_files(&chart) {
+        let name = file
+            .strip_prefix(&chart)
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .as_bytes()
+            .to_owned();
+        for part in [name, fs::read(&file).unwrap()] {
+            content.extend((part.len() as u64).to_le_bytes());
+            content.extend(part);
+        }
+    }
+    let head = format!(
+        "# What Helm renders of the chart {:016x} with ci/{}\n",
+        xxh3_64(&content),
+        file_name(values)
+    );
+    let stored = Path::new(RENDERED).join(file_name(values));
+    if environment("UPDATE_GOLDEN").is_some() {
+        let mut helm = Command::new("helm");
+        helm.args(["template", "warmroute"])
+            .arg(&chart)
+            .args(["--namespace", "inference", "--values"])
+            .arg(values);
+        let output = helm
+            .output()
+            .unwrap_or_else(|error| panic!("helm: {error}"));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        fs::write(
+            &stored,
+            head.clone() + &String::from_utf8(output.stdout).unwrap(),
+        )
+        .unwrap();
+    }
+    let text = fs::read_to_string(&stored).unwrap();
+    assert!(
+        text.starts_with(&head),
+        "{} is of another chart: UPDATE_GOLDEN=1, with helm on the path",
+        stored.display()
+    );
+    text
+}
+
+fn file_name(file: &Path) -> &str {
+    file.file_name().unwrap().to_str().unwrap()
+}
+
+pub(crate) fn documents(text: &str, from: &str) -> Vec<Value> {
+    let all: Vec<Value> =
+        serde_saphyr::from_multiple(text).unwrap_or_else(|error| panic!("{from}: {error}"));
+    all.into_iter()
+        .filter(|document| !document.is_null())
+        .collect()
+}
+
+fn yaml_files(path: &Path) -> Vec<PathBuf> {
+    if path.is_file() {
+        return vec![path.to_owned()];
+    }
+    let mut files: Vec<PathBuf> = fs::read_dir(path)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.retain(|file| {
+        file.extension()
+            .is_some_and(|extension| extension == "yaml")
+    });
+    files.sort();
+    assert!(!files.is_empty(), "{} has no manifests", path.display());
+    files
+}
+
+impl ManifestSet {
+    /// Objects of these files and folders.
+    pub(crate) fn of<'a>(name: &str, paths: impl IntoIterator<Item = &'a str>) -> Self {
+        let files = paths
+            .into_iter()
+            .flat_map(|path| yaml_files(&Path::new(FOLDER).join(path)));
+        let objects = files.flat_map(|file| {
+            documents(
+                &fs::read_to_string(&file).unwrap(),
+                &file.display().to_string(),
+            )
+        });
+        Self {
+            name: name.to_owned(),
+            objects: objects.collect(),
+        }
+    }
+
+    /// One set for each `kubectl apply` command of the README.
+    pub(crate) fn of_readme() -> Vec<Self> {
+        let readme = fs::read_to_string(Path::new(FOLDER).join("README.md")).unwrap();
+        let lines = readme
+            .lines()
+            .filter_map(|line| line.strip_prefix("kubectl apply "));
+        lines
+            .map(|line| {
+                Self::of(
+                    line,
+                    line.split_whitespace().filter(|argument| *argument != "-f"),
+                )
+            })
+            .collect()
+    }
+
+    /// Rendering of the chart with a values file.
+    pub(crate) fn of_chart(values: &Path) -> Self {
+        let objects = documents(&rendered(values), file_name(values));
+        Self {
+            name: format!("chart with {}", values.display()),
+            objects,
+        }
+    }
+
+    /// Adds the objects of another set.
+    pub(crate) fn with(mut self, other: Self) -> Self {
+        self.objects.extend(other.objects);
+        self
+    }
+
+    pub(crate) fn all<'a>(&'a self, kind: &'a str) -> impl Iterator<Item = &'a Value> {
+        self.objects
+            .iter()
+            .filter(move |object| object["kind"] == kind)
+    }
+
+    pub(crate) fn find<'a>(&'a self, kind: &'a str, name: &Value) -> &'a Value {
+        let found = self
+            .all(kind)
+            .find(|object| object["metadata"]["name"] == *name);
+        found.unwrap_or_else(|| panic!("{}: no {kind} {name}", self.name))
+    }
+
+    pub(crate) fn pods(&self) -> Vec<PodTemplates<'_>> {
+        let templates = self.objects.iter().flat_map(|owner| {
+            let components = owner["spec"]["components"].as_array().into_iter().flatten();
+            let own = std::iter::once(&owner["spec"]["template"]);
+            own.chain(components.map(|component| &component["podTemplate"]))
+                .map(move |template| (owner, template))
+        });
+        let templates = templates.filter(|(_, template)| template.is_object());
+        let pods = templates.map(|(owner, template)| PodTemplates {
+            owner,
+            labels: &template["metadata"]["labels"],
+            spec: &template["spec"],
+        });
+        pods.collect()
+    }
+
+    /// Pods with these labels; panics if there are none.
+    pub(crate) fn selected(&self, labels: &Value) -> Vec<PodTemplates<'_>> {
+        let required = labels
+            .as_object()
+            .unwrap_or_else(|| panic!("{}: {labels} is not a selector", self.name));
+        assert!(
+            !required.is_empty(),
+            "{}: a selector selects everything",
+            self.name
+        );
+        let mut pods = self.pods();
+        pods.retain(|pod| {
+            required
+                .iter()
+                .all(|(label, value)| pod.labels[label] == *value)
+        });
+        assert!(
+            !pods.is_empty(),
+            "{}: no pod has the labels {labels}",
+            self.name
+        );
+        pods
+    }
+
+    /// File in a ConfigMap.
+    pub(crate) fn text(&self, map: &str, file: &str) -> &str {
+        self.find("ConfigMap", &json!(map))["data"][file]
+            .as_str()
+            .unwrap()
+    }
+}
+
+impl PodTemplates<'_> {
+    pub(crate) fn containers(&self) -> impl Iterator<Item = &Value> {
+        self.spec["containers"].as_array().into_iter().flatten()
+    }
+
+    /// Number of a container port, by number or name. `None`: no container declares it.
+    pub(crate) fn port(&self, port: &Value) -> Option<u64> {
+        let declared = self
+            .containers()
+            .flat_map(|container| container["ports"].as_array().into_iter().flatten());
+        let mut declared =
+            declared.filter(|own| own["name"] == *port || own["containerPort"] == *port);
+        declared
+            .next()
+            .and_then(|own| own["containerPort"].as_u64())
+    }
+
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.owner["kind"], self.owner["metadata"]["name"])
+    }
+}
+
+/// Collects the values of a key at any depth.
+pub(crate) fn named<'a>(value: &'a Value, key: &str, found: &mut Vec<&'a Value>) {
+    match value {
+        Value::Array(items) => items.iter().for_each(|item| named(item, key, found)),
+        Value::Object(fields) => {
+            found.extend(fields.get(key));
+            fields.values().for_each(|field| named(field, key, found));
+        }
+        _ => {}
+    }
+}
+
+/// Ports that the rules of a policy allow, with ranges expanded.
+pub(crate) fn policy_ports(rules: &Value) -> BTreeSet<u64> {
+    let mut ports = Vec::new();
+    named(rules, "ports", &mut ports);
+    let ports = ports
+        .into_iter()
+        .flat_map(|ports| ports.as_array().into_iter().flatten());
+    let range = |port: &Value| {
+        let first = port["port"].as_u64().unwrap();
+        first..=port["endPort"].as_u64().unwrap_or(first)
+    };
+    ports.flat_map(range).collect()
+}

